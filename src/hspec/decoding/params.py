@@ -1,0 +1,48 @@
+"""What a request asks of the decoding loop."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from hspec.drafters.config import Strict
+
+
+class SamplingParams(Strict):
+    """How tokens are chosen and when to stop. Temperature 0 is greedy; the rest then only stops or penalises."""
+
+    temperature: float = Field(0.0, ge=0)
+    top_k: int = Field(0, ge=0)
+    """0 keeps all."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0)
+    """Divides positive and multiplies negative logits of tokens in the prompt and the answer so far."""
+    seed: int = 0
+    max_tokens: int = Field(256, gt=0)
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    draft: Literal["auto", "sample", "greedy"] = "auto"
+    """At temperature > 0, whether drafts are drawn from the drafter's distribution or are its argmax (one-hot q). Either is
+    lossless; ``auto`` is the one that measured better (see docs/decoding.md)."""
+
+    @field_validator("stop")
+    @classmethod
+    def _no_empty_stop(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if any(not s for s in stop):
+            raise ValueError("a stop string must not be empty")
+        return stop
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether the chosen token is just the argmax of the raw logits."""
+        return self.greedy and self.repetition_penalty == 1.0
+
+    @property
+    def drafts_greedily(self) -> bool:
+        return self.greedy or self.draft == "greedy"

@@ -1,0 +1,55 @@
+"""Logit processors: every one acts on every verified row, with exactly the tokens accepted before that row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hspec.decoding.params import SamplingParams
+
+
+def process(logits: Tensor, params: SamplingParams, history: Tensor, drafts: Sequence[int] = ()) -> Tensor:
+    """Penalties, temperature and truncations, in the order that transformers applies them.
+
+    Args:
+        logits: ``[m, vocabulary]`` fp32; row i predicts the token after ``history + drafts[:i]``.
+        history: distinct token ids of prompt and answer so far, ``[n]`` int64.
+
+    Returns:
+        Processed logits, same shape; what is truncated is -inf. At temperature 0 only penalties act.
+    """
+    if params.repetition_penalty != 1.0:
+        logits = torch.stack(
+            [
+                penalise(row, torch.cat((history, history.new_tensor(list(drafts[:i])))), params.repetition_penalty)
+                for i, row in enumerate(logits)
+            ]
+        )
+    return logits if params.greedy else truncate(logits / params.temperature, params)
+
+
+def penalise(row: Tensor, ids: Tensor, penalty: float) -> Tensor:
+    """Repetition penalty (Keskar et al., 2019) on ``[vocabulary]``; each id counts once however often it occurs."""
+    ids = ids.unique()
+    row = row.clone()
+    picked = row[ids]
+    row[ids] = torch.where(picked < 0, picked * penalty, picked / penalty)
+    return row
+
+
+def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Top-k, then top-p, then min-p of ``[m, vocabulary]`` logits that have their temperature."""
+    if 0 < params.top_k < logits.shape[-1]:
+        smallest = logits.topk(params.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < smallest, float("-inf"))
+    if params.top_p < 1.0:
+        ascending, order = logits.sort(dim=-1)
+        remove = ascending.softmax(-1).cumsum(-1) <= 1 - params.top_p
+        remove[..., -1] = False
+        logits = logits.masked_fill(remove.scatter(-1, order, remove), float("-inf"))
+    if params.min_p > 0.0:
+        p = logits.softmax(-1)
+        logits = logits.masked_fill(p < params.min_p * p.max(-1, keepdim=True).values, float("-inf"))
+    return logits

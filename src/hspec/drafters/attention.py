@@ -1,0 +1,99 @@
+"""Drafter attention: queries from the block over the target's own K/V, read where they lie, and over the block itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hspec.drafters.config import AttentionConfig
+from hspec.drafters.context import Prefix
+from hspec.drafters.norm import RMSNorm
+from hspec.drafters.rope import rotate
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context_k: Tensor | None,
+    context_v: Tensor | None,
+    context_mask: Tensor | None,
+    causal: bool,
+) -> Tensor:
+    """One softmax over the context and the block together; nothing is copied from the context or written to it.
+
+    Args:
+        q: ``[B, N, heads, S, d]``; k, v: ``[B, N, kv_heads, S, d]``: the block's own, rotated.
+        context_k, context_v: ``[B, kv_heads, T, d]``, shared by the N blocks of a sequence; None for no context.
+        context_mask: ``[B, N, T]`` bool, None where every block sees all T.
+        causal: whether slot j sees slots <= j only.
+
+    Returns:
+        ``[B, N, heads, S, d]``.
+    """
+    B, N, H, S, d = q.shape
+    KV = k.shape[2]
+    rows = H // KV * S  # the query heads that share a KV head, and their slots, as rows of one matrix
+    q = q.reshape(B, N, KV, rows, d).transpose(1, 2) * d**-0.5  # [B, KV, N, rows, d]
+    k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, KV, N, S, d]
+    scores = torch.matmul(q, k.transpose(-1, -2)).float()  # [B, KV, N, rows, S]
+    if causal:
+        visible = torch.ones(S, S, dtype=torch.bool, device=q.device).tril().repeat(H // KV, 1)
+        scores = scores.masked_fill(~visible, float("-inf"))
+    if context_k is None or context_v is None or context_k.shape[2] == 0:
+        out = torch.matmul(scores.softmax(-1).to(v.dtype), v)
+        return out.transpose(1, 2).reshape(B, N, H, S, d)
+    T = context_k.shape[2]
+    # A batch of one view per row keeps the slice of the cache a view: reshaping [B, KV, T, d] would copy it.
+    context = torch.matmul(q.reshape(B, KV, N * rows, d), context_k.to(q.dtype).transpose(-1, -2))
+    context = context.view(B, KV, N, rows, T).float()
+    if context_mask is not None:
+        context = context.masked_fill(~context_mask[:, None, :, None, :], float("-inf"))
+    weights = torch.cat((context, scores), dim=-1).softmax(-1).to(v.dtype)
+    out = torch.matmul(weights[..., T:], v)
+    out = out + torch.matmul(weights[..., :T].reshape(B, KV, N * rows, T), context_v.to(v.dtype)).view_as(out)
+    return out.transpose(1, 2).reshape(B, N, H, S, d)
+
+
+class PrefixAttention(nn.Module):
+    """``[B, N, S, hidden]`` -> the same, over the prefix K/V of one target layer and the causal block."""
+
+    def __init__(self, hidden_size: int, config: AttentionConfig, eps: float):
+        super().__init__()
+        self.config = config
+        c = config
+        self.q_proj = nn.Linear(hidden_size, c.heads * c.head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, c.kv_heads * c.head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, c.kv_heads * c.head_dim, bias=False)
+        self.o_proj = nn.Linear(c.heads * c.head_dim, hidden_size, bias=False)
+        self.q_norm = RMSNorm(c.head_dim, eps=eps) if c.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(c.head_dim, eps=eps) if c.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor] | None, prefix: Prefix) -> Tensor:
+        """``rope``: cos, sin ``[B, N, S, rotary]``. ``kv``: K, V ``[B, kv_heads, capacity, d]`` of the reused layer, or None."""
+        c = self.config
+        B, N, S, _ = x.shape
+        split = (B, N, S, -1, c.head_dim)
+        cos, sin = (t[:, :, None].to(x.dtype) for t in rope)
+        q = rotate(self.q_norm(self.q_proj(x).view(split)).transpose(2, 3), cos, sin)
+        k = rotate(self.k_norm(self.k_proj(x).view(split)).transpose(2, 3), cos, sin)
+        v = self.v_proj(x).view(split).transpose(2, 3)
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        out = self._over(q, k, v, kv, prefix)
+        return self.o_proj(out.transpose(2, 3).reshape(B, N, S, c.heads * c.head_dim))
+
+    def _over(self, q: Tensor, k: Tensor, v: Tensor, kv: tuple[Tensor, Tensor] | None, prefix: Prefix) -> Tensor:
+        causal = self.config.causal_block
+        if kv is None:
+            return attend(q, k, v, None, None, None, causal)
+        context_k, context_v = kv
+        if q.shape[1] > 1:  # many blocks a sequence (training): one product with the whole sequence, masked
+            length = int(prefix.stop.max())
+            mask = prefix.mask(length)
+            return attend(q, k, v, context_k[:, :, :length], context_v[:, :, :length], mask, causal)
+        parts = []
+        for row in range(q.shape[0]):  # one block a sequence (decoding): exactly the window, as a view
+            one = slice(row, row + 1)
+            window = slice(int(prefix.start[row, 0]), int(prefix.stop[row, 0]))
+            parts.append(attend(q[one], k[one], v[one], context_k[one, :, window], context_v[one, :, window], None, causal))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,74 @@
+"""What a drafter may see, and what it gives back. The engine, the trainer and a server each build the first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hspec.targets.cache import KVView
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """B sequences with N anchors each (decoding: N = 1, one a sequence; training: many).
+
+    An anchor is the last sampled token, not yet run by the target; its position p is the number of tokens before it.
+    """
+
+    anchors: Tensor
+    """Token ids ``[B, N]`` int64."""
+    positions: Tensor
+    """Positions of the anchors ``[B, N]`` int64."""
+    taps: Tensor
+    """Tapped hidden states at position p - 1, ``[B, N, taps, hidden]``."""
+    kv: KVView
+    """The target's post-RoPE K/V, row b for sequence b; the drafter reads positions before p only."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.anchors.shape[0], self.anchors.shape[1]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """k proposed tokens for each of B sequences."""
+
+    tokens: Tensor
+    """Target ids ``[B, k]``."""
+    probabilities: Tensor | None
+    """What each was drawn from, over the draft vocabulary, ``[B, k, draft vocabulary]``; None where the drafts are one-hot."""
+
+
+class Chooser(Protocol):
+    """Picks a draft token from its logits. The decoding loop supplies it, so that drafters know nothing of sampling."""
+
+    def __call__(self, slot: int, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Slot 1..k and ``[B, draft vocabulary]`` logits -> draft ids ``[B]`` and the distributions, or None if one-hot."""
+
+
+def greedy_chooser(slot: int, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+    return logits.argmax(-1), None
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Which context positions each anchor sees: ``start <= t < stop``.
+
+    The window is counted from the anchor and is the same for all its slots, in training and in serving.
+    """
+
+    start: Tensor
+    stop: Tensor
+
+    @staticmethod
+    def before(positions: Tensor, window: int | None) -> Prefix:
+        start = torch.zeros_like(positions) if window is None else (positions - window).clamp_min(0)
+        return Prefix(start, positions)
+
+    def mask(self, length: int) -> Tensor:
+        """``[B, N, length]`` bool."""
+        t = torch.arange(length, device=self.start.device)
+        return (t >= self.start[..., None]) & (t < self.stop[..., None])

@@ -1,0 +1,142 @@
+"""The target's KV cache: preallocated, rolled back by length, readable by drafters in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hspec.errors import UsageError
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What one token costs: ``layers`` decoder layers, each with ``kv_heads`` K and V vectors of ``head_dim``."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return self.layers * self.kv_heads * self.head_dim * 2 * dtype.itemsize
+
+
+class KVCache:
+    """Post-RoPE keys and values of every layer, ``[batch, kv_heads, capacity, head_dim]`` each.
+
+    Slot ``p`` of row ``b`` holds the token at position ``p``; rows have their own lengths. A forward *stages* rows
+    behind each row's length; they count only once :meth:`advance` says so. Rolling back is therefore not advancing.
+    """
+
+    def __init__(self, shape: CacheShape, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str):
+        self.shape = shape
+        self.capacity = capacity
+        size = (batch, shape.kv_heads, capacity, shape.head_dim)
+        self.keys = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
+        self.values = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
+        self.lengths = [0] * batch
+        self._staged = 0
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+    def rows(self, start: int, stop: int) -> KVCache:
+        """Rows ``start .. stop`` as a cache of their own that shares this one's storage (lengths are copied)."""
+        view = object.__new__(KVCache)
+        view.shape, view.capacity = self.shape, self.capacity
+        view.keys = [t[start:stop] for t in self.keys]
+        view.values = [t[start:stop] for t in self.values]
+        view.lengths = self.lengths[start:stop]
+        view._staged = 0
+        return view
+
+    def stage(self, count: int) -> None:
+        """Make room for ``count`` new rows behind every row's length; the next :meth:`update` calls fill them.
+
+        Raises:
+            UsageError: the cache is too short for them.
+        """
+        longest = max(self.lengths, default=0) + count
+        if longest > self.capacity:
+            raise UsageError(
+                f"{longest} tokens do not fit into a KV cache of {self.capacity}: shorten the prompt or the answer"
+            )
+        self._staged = count
+        device = self.keys[0].device
+        self._slots = (
+            torch.arange(self.batch, device=device)[:, None],
+            torch.tensor(self.lengths, device=device)[:, None] + torch.arange(count, device=device),
+        )
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Write the staged rows of one layer (the method that transformers' attention calls).
+
+        Args:
+            keys, values: ``[batch, kv_heads, staged, head_dim]``, keys after RoPE.
+
+        Returns:
+            Views of the layer's K and V up to the longest row, ``[batch, kv_heads, longest, head_dim]``.
+        """
+        k, v, n = self.keys[layer], self.values[layer], self._staged
+        if len(set(self.lengths)) == 1:
+            start = self.lengths[0]
+            k[:, :, start : start + n] = keys
+            v[:, :, start : start + n] = values
+        else:
+            rows, slots = self._slots
+            k[rows, :, slots] = keys.transpose(1, 2)
+            v[rows, :, slots] = values.transpose(1, 2)
+        longest = max(self.lengths) + n
+        return k[:, :, :longest], v[:, :, :longest]
+
+    def advance(self, counts: list[int]) -> None:
+        """Accept the first ``counts[b]`` staged rows of every row; the rest is as if it had never been."""
+        if any(not 0 <= count <= self._staged for count in counts):
+            raise AssertionError(f"cannot accept {counts} of {self._staged} staged rows")
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self._staged = 0
+
+    def truncate(self, row: int, length: int) -> None:
+        """Roll row ``row`` back to its first ``length`` tokens."""
+        if not 0 <= length <= self.lengths[row]:
+            raise AssertionError(f"row {row} has {self.lengths[row]} tokens, not {length}")
+        self.lengths[row] = length
+
+    def move_row(self, source: int, target: int) -> None:
+        """Copy row ``source`` over row ``target``, so that the rows in use stay a prefix of the batch."""
+        length = self.lengths[source]
+        for tensor in (*self.keys, *self.values):
+            tensor[target, :, :length] = tensor[source, :, :length]
+        self.lengths[target] = length
+
+    def view(self) -> KVView:
+        """A view of what is accepted so far, for a drafter to read in place."""
+        return KVView(self.keys, self.values, tuple(self.lengths))
+
+    # transformers asks a cache for these two before it builds masks; ours are built by the attention itself.
+    def get_seq_length(self, layer: int = 0) -> int:
+        return max(self.lengths, default=0)
+
+    def get_mask_sizes(self, query_length: int, layer: int = 0) -> tuple[int, int]:
+        return max(self.lengths, default=0) + query_length, 0
+
+
+@dataclass(frozen=True)
+class KVView:
+    """Post-RoPE K and V by layer, sharing the cache's storage; drafters read it and never write.
+
+    ``keys[layer]`` is ``[batch, kv_heads, capacity, head_dim]``; row ``b`` is valid up to ``lengths[b]``.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    lengths: tuple[int, ...]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.keys[index], self.values[index]

@@ -1,0 +1,80 @@
+"""From a batch of documents to blocks: where anchors stand, what the target knows there, which slots count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hspec.drafters.context import DraftContext
+from hspec.targets.target import Target
+from hspec.training.examples import Batch
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """N anchors in each of B documents."""
+
+    positions: Tensor
+    """``[B, N]``; padding repeats a valid anchor."""
+    valid: Tensor
+    """``[B, N]`` bool."""
+
+
+def draw_anchors(batch: Batch, density: float, generator: torch.Generator) -> Anchors:
+    """Random anchors without replacement, ``density`` of every document's candidates.
+
+    A candidate is a token with a token before it (whose hidden state seeds the block) and a supervised token behind it. One
+    row is one document, so a block, its anchor and its anchor - 1 lie in one document.
+    """
+    candidates = batch.supervised[:, 1:].clone()
+    candidates[:, 0] = False  # position 0 has no token before it
+    scores = torch.rand(candidates.shape, generator=generator).masked_fill(~candidates, 2.0)
+    counts = (candidates.sum(1).float() * density).ceil().long()
+    width = max(1, int(counts.max()))
+    order = scores.argsort(1)[:, :width]
+    valid = torch.arange(order.shape[1])[None, :] < counts[:, None]
+    fallback = order[:, :1].clamp_min(1)
+    return Anchors(torch.where(valid, order, fallback), valid)
+
+
+@dataclass(frozen=True)
+class BlockBatch:
+    """All that the drafter and the objective need for B x N blocks of k slots."""
+
+    context: DraftContext
+    previous: Tensor
+    """True token before each slot, ``[B, N, k]``."""
+    rows: Tensor
+    """Row of ``hidden`` that predicts each slot's token, ``[B, N, k]``."""
+    weight: Tensor
+    """1.0 where the slot's token is supervised and in the document, ``[B, N, k]``."""
+    hidden: Tensor
+    """The target's final hidden states, ``[B * T, hidden]``."""
+
+
+def make_blocks(target: Target, batch: Batch, anchors: Anchors, taps: list[int], k: int) -> BlockBatch:
+    """Run the frozen target over the documents once and cut blocks from what it leaves."""
+    device = target.device
+    tokens, positions = batch.tokens.to(device), anchors.positions.to(device)
+    B, T = tokens.shape
+    cache = target.new_cache(B, T)
+    output = target.forward(tokens, cache, taps)
+    cache.advance([T] * B)
+    row = torch.arange(B, device=device)[:, None]
+    context = DraftContext(tokens[row, positions], positions, output.taps[row, positions - 1], cache.view())
+    predicted = positions[..., None] + torch.arange(1, k + 1, device=device)
+    inside = predicted < T
+    predicted = predicted.clamp_max(T - 1)
+    weight = batch.supervised.to(device)[row[..., None], predicted] & inside & anchors.valid.to(device)[..., None]
+    # A slot counts only if every slot before it does: behind the document's end, or a turn that is not the assistant's, the
+    # block is over.
+    weight = weight.float().cumprod(-1)
+    return BlockBatch(
+        context=context,
+        previous=tokens[row[..., None], predicted - 1],
+        rows=row[..., None] * T + predicted - 1,
+        weight=weight,
+        hidden=output.hidden.reshape(B * T, -1),
+    )

@@ -1,0 +1,73 @@
+"""A training run as one strict schema: the source of the command line, the YAML file and what is saved beside the weights."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from hspec.drafters.config import Strict
+
+
+class GrowthStage(Strict):
+    """From this fraction of the steps on, blocks have so many drafted slots, and so many anchors are drawn per candidate."""
+
+    start: float = Field(ge=0, lt=1)
+    slots: int = Field(ge=1)
+    density: float = Field(gt=0, le=1)
+
+
+class TrainConfig(Strict):
+    """Everything that decides what a run computes."""
+
+    steps: int = Field(1000, gt=0)
+    """Optimiser steps; the learning rate, the growth and the loss schedule are laid out over them."""
+    batch_tokens: int = Field(2048, gt=0)
+    """Padded document tokens a step."""
+    max_tokens: int = Field(1024, gt=1)
+    """Longer documents are cut."""
+    learning_rate: float = Field(1e-3, gt=0)
+    final_learning_rate: float = Field(0.05, ge=0, le=1)
+    """As a fraction of the peak."""
+    warmup_steps: int = Field(50, ge=0)
+    head_learning_rate: float = Field(4.0, gt=0)
+    """Factor on the learning rate of the Markov head."""
+    weight_decay: float = Field(0.01, ge=0)
+    betas: tuple[float, float] = (0.9, 0.98)
+    clip: float = Field(1.0, gt=0)
+    ema: float = Field(0.998, ge=0, lt=1)
+    growth: list[GrowthStage] = [GrowthStage(start=0.0, slots=1, density=1.0)]
+    ce: float = Field(0.1, ge=0)
+    warm_kl_until: float = Field(0.5, ge=0, le=1)
+    """KL instead of TV up to this fraction of the steps ..."""
+    tv_from: float = Field(0.7, ge=0, le=1)
+    """... and TV alone from here on, linear in between."""
+    gamma: float = Field(4.0, gt=0)
+    confidence: float = Field(1.0, ge=0)
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16 runs the matrix products of drafter and target in bf16 where the processor can; weights stay fp32."""
+    seed: int = 0
+    save_minutes: float = Field(5.0, gt=0)
+    validate_minutes: float = Field(10.0, gt=0)
+    objective_chunk: int = Field(128, gt=0)
+
+    @model_validator(mode="after")
+    def _growth_ascends(self) -> TrainConfig:
+        starts = [stage.start for stage in self.growth]
+        if not starts or starts[0] != 0 or starts != sorted(set(starts)):
+            raise ValueError(f"growth must begin at 0 and ascend, not {starts}")
+        if self.tv_from < self.warm_kl_until:
+            raise ValueError("tv_from must not come before warm_kl_until")
+        return self
+
+    def stage(self, step: int) -> GrowthStage:
+        return [s for s in self.growth if s.start <= step / self.steps][-1]
+
+    def kl_share(self, step: int) -> float:
+        """1 in the warm-up, 0 at the end: the share of KL in the 0.9 that KL and TV have together."""
+        done = step / self.steps
+        if done < self.warm_kl_until:
+            return 1.0
+        if done >= self.tv_from:
+            return 0.0
+        return (self.tv_from - done) / (self.tv_from - self.warm_kl_until)

@@ -1,0 +1,134 @@
+"""Training examples and the order in which they come: a pure function of (seed, step), so that resuming needs no state."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hspec.errors import HSpecError
+from hspec.targets.template import ChatTemplate
+from hspec.training.conversations import Conversation
+
+
+@dataclass(frozen=True)
+class Example:
+    """One document: its tokens, and which of them the assistant wrote."""
+
+    id: str
+    tokens: list[int]
+    supervised: list[bool]
+
+    @property
+    def supervised_count(self) -> int:
+        return sum(self.supervised)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B documents padded on the right to T tokens; padding is never supervised and nothing attends to it."""
+
+    tokens: Tensor
+    """``[B, T]`` int64."""
+    supervised: Tensor
+    """``[B, T]`` bool."""
+
+
+def from_conversations(conversations: Sequence[Conversation], template: ChatTemplate, max_tokens: int) -> list[Example]:
+    """Whole conversations as examples, cut to ``max_tokens``; those without a supervised token are left out."""
+    examples = []
+    for conversation in conversations:
+        if not conversation.has_answer:
+            continue
+        tokens, mask = template.encode_supervised(list(conversation.messages))
+        tokens, mask = tokens[:max_tokens], mask[:max_tokens]
+        if any(mask):
+            examples.append(Example(conversation.id, tokens, mask))
+    return examples
+
+
+def from_answers(path: Path, max_tokens: int) -> list[Example]:
+    """The target's own answers (see :mod:`hspec.training.answers`), with exactly the tokens that it drew."""
+    examples = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise HSpecError(f"cannot read the answers in {path}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            prompt, answer = record["prompt_tokens"], record["tokens"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            if number == len(lines):
+                break  # the last line of a file that is still being written
+            raise HSpecError(f"{path}, line {number}: not an answer record ({error!r})") from error
+        tokens = (prompt + answer)[:max_tokens]
+        mask = ([False] * len(prompt) + [True] * len(answer))[:max_tokens]
+        if any(mask):
+            examples.append(Example(record["id"], tokens, mask))
+    return examples
+
+
+class ExampleStream:
+    """Batches of about ``token_budget`` padded tokens, documents of like size together, reshuffled every epoch."""
+
+    def __init__(self, examples: Sequence[Example], token_budget: int, seed: int):
+        if not examples:
+            raise HSpecError("no training example has a token that the assistant wrote: check the data file")
+        self.examples, self.token_budget, self.seed = examples, token_budget, seed
+        self._epoch = -1
+        self._batches: list[list[int]] = []
+        self.batches_per_epoch = len(self._plan(0))
+
+    def batch(self, step: int) -> Batch:
+        """The batch of optimiser step ``step``, counted over all epochs."""
+        epoch, index = 0, step
+        while index >= (count := len(self._plan(epoch))):
+            epoch, index = epoch + 1, index - count
+        return collate([self.examples[i] for i in self._plan(epoch)[index]])
+
+    def _plan(self, epoch: int) -> list[list[int]]:
+        if epoch == self._epoch:
+            return self._batches
+        rng = random.Random(f"{self.seed}/{epoch}")
+        order = list(range(len(self.examples)))
+        rng.shuffle(order)
+        batches: list[list[int]] = []
+        for start in range(0, len(order), 512):
+            window = sorted(order[start : start + 512], key=self._size)
+            batches.extend(self._cut(window))
+        rng.shuffle(batches)
+        self._epoch, self._batches = epoch, batches
+        return batches
+
+    def _size(self, index: int) -> tuple[int, int]:
+        example = self.examples[index]
+        return example.supervised_count, len(example.tokens)
+
+    def _cut(self, window: list[int]) -> list[list[int]]:
+        batches: list[list[int]] = []
+        current: list[int] = []
+        longest = 0
+        for index in window:
+            length = max(longest, len(self.examples[index].tokens))
+            if current and length * (len(current) + 1) > self.token_budget:
+                batches.append(current)
+                current, length = [], len(self.examples[index].tokens)
+            current.append(index)
+            longest = length
+        return [*batches, current]
+
+
+def collate(examples: Sequence[Example]) -> Batch:
+    longest = max(len(e.tokens) for e in examples)
+    tokens = torch.zeros(len(examples), longest, dtype=torch.int64)
+    supervised = torch.zeros(len(examples), longest, dtype=torch.bool)
+    for row, example in enumerate(examples):
+        tokens[row, : len(example.tokens)] = torch.tensor(example.tokens)
+        supervised[row, : len(example.tokens)] = torch.tensor(example.supervised)
+    return Batch(tokens, supervised)

@@ -1,0 +1,121 @@
+"""Where a drafter's weights start: copies of the target's layers, and random ones where the target has no such part."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hspec.drafters.attention import PrefixAttention
+from hspec.drafters.checkpoint import build_drafter
+from hspec.drafters.config import DrafterConfig, TargetIdentity
+from hspec.drafters.hspec import GatedMLP, HSpecDrafter
+from hspec.drafters.mamba import MambaMixer
+from hspec.errors import UsageError
+from hspec.targets.target import Target
+from hspec.training.examples import Example
+
+
+def identity(target: Target) -> TargetIdentity:
+    return TargetIdentity(
+        name=target.name,
+        family=target.config.model_type,
+        layers=len(target.layers),
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        weight_hash=target.weight_hash(),
+        template_hash=target.template.hash,
+    )
+
+
+def draft_vocabulary(examples: Sequence[Example], target: Target, size: int) -> Tensor:
+    """The ``size`` most frequent supervised tokens, ascending ids, always with those that end or shape a turn."""
+    if size > target.vocab_size:
+        raise UsageError(f"a draft vocabulary of {size} exceeds the target's {target.vocab_size}")
+    always = sorted(target.eos_ids | set(target.tokenizer.all_special_ids))
+    counts: Counter[int] = Counter()
+    for example in examples:
+        counts.update(t for t, own in zip(example.tokens, example.supervised, strict=True) if own)
+    ranked = [t for t, _ in counts.most_common()]
+    rest = [t for t in range(target.vocab_size) if t not in counts]
+    chosen = list(dict.fromkeys([*always, *ranked, *rest]))[:size]
+    return torch.tensor(sorted(chosen), dtype=torch.int64)
+
+
+def initialise(
+    config: DrafterConfig, target: Target, draft_ids: Tensor, seed: int, sample: Tensor | None = None
+) -> HSpecDrafter:
+    """A new drafter on ``target``.
+
+    Attention sub-layers start as the reused target layer (norm, q, k, v, o), MLPs as the MLP of the attention before them
+    (the first as that of the lowest of the three highest taps) where the sizes agree; all else is random, norms at one.
+
+    Args:
+        sample: token ids ``[1, T]`` of the target's text; where the target has no q/k norm, the drafter's norms start at the
+            RMS that the reused layer's queries and keys have there, so that scores start at the target's scale. None: ones.
+    """
+    torch.manual_seed(seed)
+    drafter = build_drafter(config, target, draft_ids)
+    depth = 1 / (2 * len(config.pattern)) ** 0.5
+    for layer in drafter.layers:
+        if isinstance(layer, MambaMixer):
+            nn.init.normal_(layer.in_proj.weight, std=config.hidden_size**-0.5)
+            nn.init.normal_(layer.out_proj.weight, std=depth * layer.config.inner**-0.5)
+    sources = iter(config.kv_layers)
+    layer_id = config.taps[-3] if len(config.taps) >= 3 else config.taps[0]
+    for norm, layer in zip(drafter.norms, drafter.layers, strict=True):
+        if isinstance(layer, PrefixAttention):
+            layer_id = next(sources)
+            _copy_attention(layer, norm, target, layer_id, sample)
+        elif isinstance(layer, GatedMLP):
+            _copy_mlp(layer, norm, target, layer_id)
+    final = target.model.model.norm.weight
+    if final.shape == drafter.norm.weight.shape:
+        _copy(drafter.norm.weight, final)
+    return drafter
+
+
+def _copy(parameter: Tensor, source: Tensor) -> None:
+    with torch.no_grad():
+        parameter.copy_(source.float())
+
+
+def _copy_attention(layer: PrefixAttention, norm: nn.Module, target: Target, layer_id: int, sample: Tensor | None) -> None:
+    weights = target.layer_weights(layer_id)
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        source = weights[f"self_attn.{name}.weight"]
+        linear = getattr(layer, name)
+        if source.shape == linear.weight.shape:
+            _copy(linear.weight, source)
+    _copy(norm.weight, weights["input_layernorm.weight"])  # type: ignore[arg-type]
+    for name in ("q_norm", "k_norm"):
+        own = getattr(layer, name)
+        if f"self_attn.{name}.weight" in weights:
+            _copy(own.weight, weights[f"self_attn.{name}.weight"])
+        elif sample is not None and not isinstance(own, nn.Identity):
+            _copy(own.weight, _projection_rms(target, layer_id, sample, weights, name[0], layer.config.head_dim))
+
+
+def _projection_rms(
+    target: Target, layer_id: int, sample: Tensor, weights: dict[str, Tensor], which: str, head_dim: int
+) -> Tensor:
+    """RMS over heads and positions of the target's q or k before RoPE, the same for both halves of a rotated pair: ``[d]``."""
+    tap = target.forward(sample.to(target.device), target.new_cache(1, sample.shape[1]), [layer_id]).taps[:, :, 0].float()
+    normed = torch.nn.functional.rms_norm(
+        tap, tap.shape[-1:], weights["input_layernorm.weight"].float(), target.config.rms_norm_eps
+    )
+    projected = (normed @ weights[f"self_attn.{which}_proj.weight"].float().T).view(-1, head_dim)
+    square = projected.square().mean(0)
+    half = (square[: head_dim // 2] + square[head_dim // 2 :]) / 2
+    return torch.cat((half, half)).sqrt()
+
+
+def _copy_mlp(layer: GatedMLP, norm: nn.Module, target: Target, layer_id: int) -> None:
+    weights = target.layer_weights(layer_id)
+    if weights["mlp.gate_proj.weight"].shape != layer.gate_proj.weight.shape:
+        return
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        _copy(getattr(layer, name).weight, weights[f"mlp.{name}.weight"])
+    _copy(norm.weight, weights["post_attention_layernorm.weight"])  # type: ignore[arg-type]

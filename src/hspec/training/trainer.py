@@ -1,0 +1,296 @@
+"""The training loop: text -> frozen target -> blocks -> objective -> weights, with averages, checkpoints and exact resume."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hspec.drafters.checkpoint import save_drafter
+from hspec.drafters.hspec import HSpecDrafter
+from hspec.errors import HSpecError
+from hspec.targets.target import Target
+from hspec.training.blocks import BlockBatch, draw_anchors, make_blocks
+from hspec.training.config import TrainConfig
+from hspec.training.examples import Batch, Example, ExampleStream
+from hspec.training.objective import LossWeights, SlotStatistics, TargetRows, block_objective, slot_decay
+
+STATE_FILE = "state.pt"
+LOG_FILE = "log.jsonl"
+_NO_DECAY = ("A_log", "D", "dt_bias", "conv_bias", "mask_embedding", "norm", "bias")
+
+
+@dataclass
+class Meter:
+    """Sums and counts by slot, kept apart so that ratios pool."""
+
+    loss: float = 0.0
+    steps: int = 0
+    blocks: int = 0
+    accepted: Tensor = field(default_factory=lambda: torch.zeros(16))
+    agreed: Tensor = field(default_factory=lambda: torch.zeros(16))
+    counted: Tensor = field(default_factory=lambda: torch.zeros(16))
+
+    def add(self, loss: float, slots: Tensor, stats: SlotStatistics, blocks: int) -> None:
+        self.loss, self.steps, self.blocks = self.loss + loss, self.steps + 1, self.blocks + blocks
+        for total, value in ((self.accepted, stats.acceptance), (self.agreed, stats.agreement), (self.counted, None)):
+            total.index_add_(0, slots.cpu(), torch.ones(len(slots)) if value is None else value.float().cpu())
+
+    def rates(self, which: Tensor) -> list[float]:
+        k = int((self.counted > 0).sum())
+        return (which[:k] / self.counted[:k]).tolist()
+
+    def report(self) -> dict[str, Any]:
+        acceptance, agreement = self.rates(self.accepted), self.rates(self.agreed)
+        return {
+            "loss": self.loss / max(self.steps, 1),
+            "acceptance": [round(a, 4) for a in acceptance],
+            "agreement": [round(a, 4) for a in agreement],
+            "tau_sampling": round(estimated_tau(acceptance), 4),
+            "tau_greedy": round(estimated_tau(agreement), 4),
+        }
+
+
+def estimated_tau(rates: Sequence[float]) -> float:
+    """1 + a_1 + a_1 a_2 + ...: tokens a verification step, from teacher-forced acceptance by slot."""
+    total, reach = 1.0, 1.0
+    for rate in rates:
+        reach *= rate
+        total += reach
+    return total
+
+
+class Trainer:
+    """Owns a drafter while it learns.
+
+    Args:
+        target: frozen; may run its linears in bf16.
+        drafter: trainable, fp32.
+        examples: training documents. held_out: documents that only validation sees.
+        folder: where checkpoints and the log go.
+    """
+
+    def __init__(
+        self, config: TrainConfig, target: Target, drafter: HSpecDrafter, examples: Sequence[Example],
+        held_out: Sequence[Example], folder: Path,
+    ):  # fmt: skip
+        self.config, self.target, self.drafter, self.folder = config, target, drafter, folder
+        stages = [s.slots for s in config.growth]
+        drafter.check_k(max(stages))
+        self.stream = ExampleStream(examples, config.batch_tokens, config.seed)
+        self.held_out = ExampleStream(held_out, config.batch_tokens, 0) if held_out else None
+        self.step = 0
+        self.blocks_seen = 0
+        self.seconds = 0.0
+        self.best = 0.0
+        drafter.train()
+        self.optimiser = torch.optim.AdamW(self._groups(), lr=config.learning_rate, betas=config.betas)
+        self.ema = {name: p.detach().clone() for name, p in drafter.named_parameters()}
+        self._head = drafter.head.to(self._dtype())
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def train_step(self) -> tuple[float, Tensor, SlotStatistics, int]:
+        """One optimiser step; returns loss, the slot index of every counted slot, their statistics, and blocks."""
+        stage = self.config.stage(self.step)
+        blocks = self._blocks(self.stream.batch(self.step), stage.slots, stage.density, self.step)
+        for group in self.optimiser.param_groups:
+            group["lr"] = self._learning_rate() * group["factor"]
+        loss, slots, stats = self.loss(blocks, self._weights())
+        self.optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.clip)
+        if not math.isfinite(float(norm)):
+            raise HSpecError(
+                f"step {self.step}: gradients are not finite; lower learning_rate and --resume from the last checkpoint"
+            )
+        self.optimiser.step()
+        self.step += 1
+        self._average()
+        count = int(blocks.weight[..., 0].sum())
+        self.blocks_seen += count
+        return float(loss.detach()), slots, stats, count
+
+    def loss(self, blocks: BlockBatch, weights: LossWeights) -> tuple[Tensor, Tensor, SlotStatistics]:
+        """Objective of a batch of blocks, averaged over its weighted slots."""
+        d, k = self.drafter, blocks.weight.shape[-1]
+        with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
+            hidden = d.backbone(blocks.context, k + 1)[:, :, 1:].reshape(-1, d.config.hidden_size)
+        counted = blocks.weight.flatten().nonzero().squeeze(1)
+        slots = torch.arange(k, device=hidden.device).expand(blocks.weight.shape).flatten()[counted]
+        slot_weight = slot_decay(k, self.config.gamma).to(hidden.device)[slots]
+        slot_weight = slot_weight / slot_weight.sum()
+        hidden = hidden[counted]
+        markov = None if d.markov is None else d.markov.embed(blocks.previous.flatten()[counted])
+        total, stats = block_objective(
+            hidden.to(self._dtype()),
+            None if markov is None else markov.to(self._dtype()),
+            None if d.markov is None else d.markov.w2.weight,
+            self._head,
+            blocks.rows.flatten()[counted],
+            slot_weight,
+            TargetRows(blocks.hidden, self.target.logits, d.draft_ids),
+            weights,
+            self.config.objective_chunk,
+        )
+        if d.confidence is not None and self.config.confidence:
+            seen = markov.detach() if markov is not None and d.config.confidence_with_markov else None
+            predicted = d.confidence(hidden.detach().float(), seen)
+            bce = F.binary_cross_entropy_with_logits(predicted, stats.acceptance.clamp(0, 1), reduction="none")
+            total = total + self.config.confidence * (bce * slot_weight).sum()
+        return total, slots, stats
+
+    def _blocks(self, batch: Batch, slots: int, density: float, key: int) -> BlockBatch:
+        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + key)
+        anchors = draw_anchors(batch, density, generator)
+        return make_blocks(self.target, batch, anchors, list(self.drafter.config.taps), slots)
+
+    def _weights(self) -> LossWeights:
+        share = self.config.kl_share(self.step)
+        rest = 1 - self.config.ce
+        return LossWeights(ce=self.config.ce, kl=rest * share, tv=rest * (1 - share))
+
+    def _learning_rate(self) -> float:
+        c = self.config
+        if self.step < c.warmup_steps:
+            return c.learning_rate * (self.step + 1) / c.warmup_steps
+        done = (self.step - c.warmup_steps) / max(1, c.steps - c.warmup_steps)
+        low = c.final_learning_rate
+        return c.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+
+    def _average(self) -> None:
+        decay = min(self.config.ema, (1 + self.step) / (10 + self.step))
+        own = [p.detach() for _, p in self.drafter.named_parameters()]
+        torch._foreach_lerp_(list(self.ema.values()), own, 1 - decay)
+
+    def _dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.config.precision == "bf16" else torch.float32
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Weight decay for matrices only; the Markov head learns faster."""
+        c = self.config
+        groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+        for name, p in self.drafter.named_parameters():
+            plain = any(part in name.rsplit(".", 2)[-2] or name.endswith(part) for part in _NO_DECAY) if "." in name else True
+            groups.setdefault((plain or p.dim() < 2, name.startswith("markov")), []).append(p)
+        return [
+            {
+                "params": parameters,
+                "weight_decay": 0.0 if plain else c.weight_decay,
+                "factor": c.head_learning_rate if markov else 1.0,
+            }
+            for (plain, markov), parameters in groups.items()
+        ]
+
+    # -- the run -------------------------------------------------------------------------------------------------
+
+    def run(self, report: Callable[[dict[str, Any]], None], stop: Callable[[], bool] = lambda: False) -> None:
+        """Train to the end, or until ``stop`` says so; saves at intervals, at the end and when stopped."""
+        meter = Meter()
+        last_save = last_check = last_report = time.monotonic()
+        while self.step < self.config.steps and not stop():
+            began = time.monotonic()
+            meter.add(*self.train_step())
+            now = time.monotonic()
+            self.seconds += now - began
+            if now - last_report > 20 or self.step == self.config.steps:
+                report(self._log("train", meter, meter.blocks / (now - last_report)))
+                meter, last_report = Meter(), now
+            if now - last_check > self.config.validate_minutes * 60:
+                report(self.validate())
+                last_check = time.monotonic()
+            if now - last_save > self.config.save_minutes * 60:
+                self.save()
+                last_save = time.monotonic()
+        if self.step == self.config.steps:
+            report(self.validate())
+        self.save()
+
+    @torch.no_grad()
+    def validate(self, max_batches: int = 16) -> dict[str, Any]:
+        """Statistics of the averaged weights on held-out documents, at the drafter's full block; anchors are always the same."""
+        if self.held_out is None:
+            return {}
+        own = {name: p.detach().clone() for name, p in self.drafter.named_parameters()}
+        meter = Meter()
+        try:
+            self._load(self.ema)
+            for index in range(min(max_batches, self.held_out.batches_per_epoch)):
+                blocks = self._blocks(self.held_out.batch(index), max(s.slots for s in self.config.growth), 0.25, index)
+                loss, slots, stats = self.loss(blocks, LossWeights(self.config.ce, 0.0, 1 - self.config.ce))
+                meter.add(float(loss), slots, stats, 0)
+        finally:
+            self._load(own)
+        return self._log("held-out", meter, 0.0)
+
+    def _load(self, weights: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, p in self.drafter.named_parameters():
+                p.copy_(weights[name])
+
+    def _log(self, kind: str, meter: Meter, rate: float) -> dict[str, Any]:
+        record = {
+            "kind": kind, "step": self.step, "steps": self.config.steps, "blocks": self.blocks_seen,
+            "seconds": round(self.seconds, 1), "blocks_per_second": round(rate, 1),
+            "slots": self.config.stage(min(self.step, self.config.steps - 1)).slots, **meter.report(),
+        }  # fmt: skip
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / LOG_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        return record
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """The averaged weights as a drafter that can be used, and the state to go on from; each appears whole or not at all."""
+        save_drafter(self.drafter, self.folder, state=self.ema)
+        state = {
+            "format": 1,
+            "config": self.config.model_dump(),
+            "drafter": self.drafter.state_dict(),
+            "ema": self.ema,
+            "optimiser": self.optimiser.state_dict(),
+            "step": self.step,
+            "blocks": self.blocks_seen,
+            "seconds": self.seconds,
+            "draft_ids": self.drafter.draft_ids,
+        }
+        temporary = self.folder / (STATE_FILE + ".partial")
+        try:
+            torch.save(state, temporary)
+            temporary.replace(self.folder / STATE_FILE)
+        except (OSError, RuntimeError) as error:
+            temporary.unlink(missing_ok=True)
+            raise HSpecError(
+                f"cannot write the training state to {self.folder}: {error}. The last one is still whole"
+            ) from error
+
+    def resume(self) -> None:
+        """Go on from what :meth:`save` wrote; every later step is the same as if the run had not stopped.
+
+        Raises:
+            HSpecError: nothing to resume from, a damaged state, or one of another configuration.
+        """
+        path = self.folder / STATE_FILE
+        if not path.exists():
+            raise HSpecError(f"nothing to resume: {path} is not there; start without --resume")
+        try:
+            state = torch.load(path, map_location=self.target.device, weights_only=True)
+        except Exception as error:  # torch raises many types for a damaged archive
+            raise HSpecError(f"{path} is damaged ({error}); start again with --init-from {self.folder}") from error
+        if TrainConfig.model_validate(state["config"]) != self.config:
+            raise HSpecError(
+                f"{path} belongs to a run with other settings: resume with the settings saved there, or start anew"
+            )
+        self.drafter.load_state_dict(state["drafter"])
+        self.ema = {name: state["ema"][name] for name in self.ema}
+        self.optimiser.load_state_dict(state["optimiser"])
+        self.step, self.blocks_seen, self.seconds = state["step"], state["blocks"], state["seconds"]
