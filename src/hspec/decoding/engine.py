@@ -61,7 +61,7 @@ class Engine:
         max_batch: requests that run at once; more wait, and enter as others finish.
 
     Raises:
-        UsageError: k is not one that the drafter was trained for.
+        UsageError: k is not one that the drafter was trained for, or no request may run.
     """
 
     def __init__(self, target: Target, drafter: Drafter | None = None, k: int | None = None, max_batch: int = 16):
@@ -69,6 +69,8 @@ class Engine:
         self.k = 0 if drafter is None else drafter.max_draft if k is None else k
         if drafter is not None and not 1 <= self.k <= drafter.max_draft:
             raise UsageError(f"k = {self.k} drafted tokens, but this drafter was trained for 1 to {drafter.max_draft}")
+        if max_batch < 1:
+            raise UsageError(f"max_batch = {max_batch}, but at least one request must run at a time")
         self.taps = () if drafter is None else tuple(drafter.taps)
 
     # -- whole requests ------------------------------------------------------------------------------------------
@@ -84,7 +86,7 @@ class Engine:
 
         Args:
             cache: a cache of one row to run a single request in, kept by the caller; its first ``reuse`` tokens are the
-                prompt's and are not run again.
+                prompt's and are not run again. Afterwards it holds the prompt and the emitted tokens but the last.
 
         Raises:
             UsageError: an empty prompt, or one that leaves no room in the target's context.
@@ -97,6 +99,8 @@ class Engine:
         if cache is None:
             capacity = max(self._room(request) for request in requests)
             cache = self.target.new_cache(min(self.max_batch, len(requests)), capacity)
+        elif len(requests) != 1 or cache.batch != 1 or not 0 <= reuse <= cache.lengths[0]:
+            raise AssertionError(f"a kept cache is for one request; {reuse} tokens to reuse, lengths are {cache.lengths}")
         running: list[tuple[int, Sequence]] = []
         while waiting or running:
             while waiting and len(running) < cache.batch:
@@ -125,15 +129,15 @@ class Engine:
             raise UsageError(f"token {bad[0]} is not in the target's vocabulary of {self.target.vocab_size}")
 
     def _room(self, request: Request) -> int:
-        """Rows that a request may stage at most."""
-        return min(len(request.prompt) + request.params.max_tokens + self.k, self.target.max_positions)
+        """Rows that a request may stage at most. Drafts may be staged past the context's end: they are never verified."""
+        return min(len(request.prompt) + request.params.max_tokens, self.target.max_positions) + self.k
 
     # -- one step ------------------------------------------------------------------------------------------------
 
     def _admit(self, request: Request, cache: KVCache, row: int, reuse: int) -> Sequence:
         sequence = Sequence(request, self.target.tokenizer, self.target.eos_ids)
+        cache.lengths[row] = reuse  # at once, so that an interrupted prefill leaves nothing that looks valid
         own = cache.rows(row, row + 1)
-        own.lengths = [reuse]
         prompt = torch.tensor([request.prompt[reuse:]], device=self.target.device)
         output = self.target.prefill(prompt, own, self.taps)
         cache.lengths[row] = own.lengths[0]
@@ -148,19 +152,20 @@ class Engine:
         """Draft, verify and accept for every running sequence; returns how many tokens each emitted."""
         used = cache.rows(0, len(running))
         anchors = torch.tensor([[s.anchor] for s in running], device=self.target.device)
-        k = min(self.k, min(cache.capacity - s.length - 1 for s in running))
+        k = min(self.k, cache.capacity - 1 - max(s.length for s in running))
         draft = self._propose(running, used, anchors, k) if k > 0 else None
         tokens = anchors if draft is None else torch.cat((anchors, draft.tokens), dim=1)
         output = self.target.forward(tokens, used, self.taps)
         logits = self.target.logits(output.hidden)
-        verdicts = self._verdicts(running, logits, draft)
-        used.advance([1 + v.accepted for v in verdicts])
         drafts = [[] for _ in running] if draft is None else draft.tokens.tolist()
+        # Each request's own limit, so that a neighbour near its end does not change where this one's drafts are tested.
+        drafts = [own[: self.target.max_positions - s.length - 2] for s, own in zip(running, drafts, strict=True)]
+        verdicts = self._verdicts(running, logits, drafts, None if draft is None else draft.probabilities)
         emitted = []
         for row, (sequence, verdict) in enumerate(zip(running, verdicts, strict=True)):
-            cache.lengths[row] = used.lengths[row]
             sequence.taps = output.taps[row, verdict.accepted]
             emitted.append(sequence.emit_step(drafts[row], verdict.accepted, verdict.token))
+            cache.lengths[row] = sequence.length
             self._stop_at_context(sequence)
         return emitted
 
@@ -173,17 +178,17 @@ class Engine:
             taps=torch.stack([s.taps for s in running])[:, None],  # type: ignore[arg-type]
             kv=used.view(),
         )
-        histories = [self._history(s) if s.params.repetition_penalty != 1.0 else None for s in running]
+        histories = [self._history(s) for s in running]
         sampler = DraftSampler([s.params for s in running], positions, self.drafter.draft_ids, histories)
         return self.drafter.propose(context, k, sampler)
 
-    def _verdicts(self, running: list[Sequence], logits: Tensor, draft: Draft | None) -> list[Verdict]:
-        drafts = [[] for _ in running] if draft is None else draft.tokens.tolist()
+    def _verdicts(self, running: list[Sequence], logits: Tensor, drafts: list[list[int]], q: Tensor | None) -> list[Verdict]:
         if all(s.params.plain for s in running):
             return [verify_greedy(t, d) for t, d in zip(logits.argmax(-1).tolist(), drafts, strict=True)]
-        q = None if draft is None else draft.probabilities
         return [
-            self._judge(s, logits[row], drafts[row], None if q is None or s.params.drafts_greedily else q[row])
+            self._judge(
+                s, logits[row, : len(drafts[row]) + 1], drafts[row], None if q is None or s.params.drafts_greedily else q[row]
+            )
             for row, s in enumerate(running)
         ]
 
@@ -204,7 +209,10 @@ class Engine:
             [uniform(params.seed, p, Purpose.TARGET) for p in places],
         )
 
-    def _history(self, sequence: Sequence) -> Tensor:
+    def _history(self, sequence: Sequence) -> Tensor | None:
+        """Distinct tokens so far of a request that penalises them."""
+        if sequence.params.repetition_penalty == 1.0:
+            return None
         return torch.tensor(sorted({*sequence.request.prompt, *sequence.tokens}), device=self.target.device)
 
     def _stop_at_context(self, sequence: Sequence) -> None:

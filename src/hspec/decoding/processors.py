@@ -10,17 +10,18 @@ from torch import Tensor
 from hspec.decoding.params import SamplingParams
 
 
-def process(logits: Tensor, params: SamplingParams, history: Tensor, drafts: Sequence[int] = ()) -> Tensor:
+def process(logits: Tensor, params: SamplingParams, history: Tensor | None, drafts: Sequence[int] = ()) -> Tensor:
     """Penalties, temperature and truncations, in the order that transformers applies them.
 
     Args:
         logits: ``[m, vocabulary]`` fp32; row i predicts the token after ``history + drafts[:i]``.
-        history: distinct token ids of prompt and answer so far, ``[n]`` int64.
+        history: distinct token ids of prompt and answer so far, ``[n]`` int64; only a repetition penalty needs it.
 
     Returns:
         Processed logits, same shape; what is truncated is -inf. At temperature 0 only penalties act.
     """
     if params.repetition_penalty != 1.0:
+        assert history is not None
         logits = torch.stack(
             [
                 penalise(row, torch.cat((history, history.new_tensor(list(drafts[:i])))), params.repetition_penalty)

@@ -18,7 +18,7 @@ class Request:
     """A prompt as tokens, and what is asked of its continuation."""
 
     prompt: tuple[int, ...]
-    params: SamplingParams = SamplingParams()
+    params: SamplingParams = field(default_factory=SamplingParams)
 
 
 @dataclass

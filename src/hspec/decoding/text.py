@@ -31,7 +31,9 @@ class Detokeniser:
         if after.endswith("\ufffd"):
             return
         self._append(after[len(before) :])
-        self._context, self._decoded = self._decoded, len(self._tokens)
+        if len(after) > len(before):  # a token without text (a special one) is no context: the next one's space needs a word
+            self._context = self._decoded
+        self._decoded = len(self._tokens)
 
     def finish(self) -> None:
         """No more tokens: what still waited is decided as it is."""

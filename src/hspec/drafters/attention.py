@@ -70,7 +70,7 @@ class PrefixAttention(nn.Module):
         self.k_norm = RMSNorm(c.head_dim, eps=eps) if c.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor] | None, prefix: Prefix) -> Tensor:
-        """``rope``: cos, sin ``[B, N, S, rotary]``. ``kv``: K, V ``[B, kv_heads, capacity, d]`` of the reused layer, or None."""
+        """``rope``: cos, sin ``[B, N, S, rotary]``. ``kv``: the reused layer's ``[B, kv_heads, capacity, d]``, or None."""
         c = self.config
         B, N, S, _ = x.shape
         split = (B, N, S, -1, c.head_dim)

@@ -1,6 +1,7 @@
 """Drafter checkpoints: a folder with ``config.json`` (strict schema) and ``drafter.safetensors``.
 
-The target's embedding and LM head are not stored: they are taken from the target when the two meet.
+The target's embedding and LM head are not stored: they are taken from the target when the two meet. Checkpoints in the
+authors' layout are read too (:mod:`hspec.drafters.authors`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 import shutil
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
@@ -17,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hspec.drafters.authors import AuthorsCheckpoint, is_authors, read_authors
 from hspec.drafters.config import DrafterConfig
 from hspec.drafters.hspec import HSpecDrafter
 from hspec.errors import HSpecError, UsageError
@@ -37,7 +39,11 @@ def save_drafter(
     Args:
         dtype: store floating weights in this type (fp16 for a drafter that ships); None keeps them.
         state: weights to store instead of the drafter's own (an average of them, say).
+
+    Raises:
+        HSpecError: the disk does not take it; what was there before stays.
     """
+    folder = folder.absolute()  # "." has no name to derive another from
     temporary = folder.with_name(folder.name + ".partial")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -53,7 +59,7 @@ def save_drafter(
         for name in (WEIGHTS_FILE, CONFIG_FILE):
             (temporary / name).replace(folder / name)
         temporary.rmdir()
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
         shutil.rmtree(temporary, ignore_errors=True)
         raise HSpecError(f"cannot write the drafter to {folder}: {error}. Nothing was changed there") from error
 
@@ -65,6 +71,10 @@ def read_config(folder: Path) -> DrafterConfig:
         UsageError: no such folder, or not a drafter's.
         HSpecError: the configuration is damaged, or has keys that this version does not know.
     """
+    return _parse_config(folder, _read_raw(folder))
+
+
+def _read_raw(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     if not folder.is_dir():
         raise UsageError(f"no drafter at {folder}: give a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, or a hub id")
@@ -72,26 +82,43 @@ def read_config(folder: Path) -> DrafterConfig:
         raise UsageError(f"{folder} is not a drafter: it has no {CONFIG_FILE}")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise HSpecError(f"{path} is damaged ({error}): fetch or train the drafter again") from error
-    if not isinstance(raw, dict) or "method" not in raw:
+    return raw if isinstance(raw, dict) else {}
+
+
+def _parse_config(folder: Path, raw: dict[str, Any]) -> DrafterConfig:
+    path = folder / CONFIG_FILE
+    if is_authors(raw):
+        raise UsageError(
+            f"{path} is in the layout of speculators, which does not say all that a drafter needs: load it with its target"
+        )
+    if "method" not in raw:
         raise UsageError(f'{path} does not describe a drafter of this project (no "method"): is {folder} a target\'s folder?')
     try:
         return DrafterConfig.model_validate(raw)
     except ValidationError as error:
-        first = error.errors()[0]
+        first, more = error.errors()[0], error.error_count() - 1
         where = ".".join(str(part) for part in first["loc"]) or "the whole"
-        raise HSpecError(f"{path}: {where}: {first['msg']} (and {error.error_count() - 1} more)") from error
+        others = f" (and {more} more)" if more else ""
+        raise HSpecError(
+            f"{path}: {where}: {first['msg']}{others}: the file is damaged, or made by a newer version of hspec"
+        ) from error
 
 
 def load_drafter(folder: Path, target: Target) -> HSpecDrafter:
-    """Load a checkpoint and join it to its target, in fp32 on the target's device.
+    """Load a checkpoint of either layout and join it to its target, in fp32 on the target's device.
 
     Raises:
         UsageError: the drafter is for another target or vocabulary.
         HSpecError: files are damaged.
     """
-    config = read_config(folder)
+    raw = _read_raw(folder)
+    if is_authors(raw):
+        target_config: Any = target.config
+        checkpoint = read_authors(folder, len(target.layers), target_config.model_type)
+        return _join_authors(checkpoint, target, str(folder)).eval().requires_grad_(False)
+    config = _parse_config(folder, raw)
     check_target(config, target)
     path = folder / WEIGHTS_FILE
     try:
@@ -102,9 +129,52 @@ def load_drafter(folder: Path, target: Target) -> HSpecDrafter:
         raise HSpecError(f"{path} is damaged or cut short ({error}): fetch or train the drafter again") from error
     if DRAFT_IDS not in weights:
         raise HSpecError(f"{path} has no {DRAFT_IDS!r}: it is not the weight file of this checkpoint")
-    drafter = build_drafter(config, target, weights.pop(DRAFT_IDS).long())
+    drafter = build_drafter(config, target, _check_ids(weights.pop(DRAFT_IDS).long(), config, str(path)))
     load_weights(drafter, weights, str(path))
     return drafter.eval().requires_grad_(False)
+
+
+def _check_ids(ids: Tensor, config: DrafterConfig, where: str) -> Tensor:
+    size, vocabulary = config.draft_vocab_size, config.target.vocab_size
+    if ids.shape != (size,) or int(ids.min()) < 0 or int(ids.max()) >= vocabulary or not bool((ids.diff() > 0).all()):
+        raise HSpecError(
+            f"{where}: {DRAFT_IDS} must be {size} ascending ids below {vocabulary}: the file is damaged, "
+            f"fetch or train the drafter again"
+        )
+    return ids
+
+
+def _join_authors(checkpoint: AuthorsCheckpoint, target: Target, where: str) -> HSpecDrafter:
+    """Theirs bring an embedding and LM-head rows of their own; an embedding equal to the target's is not kept twice."""
+    config = checkpoint.config
+    check_target(config, target)
+    weights, embedding = dict(checkpoint.weights), target.embedding_weight
+    row = checkpoint.mask_token_id
+    if checkpoint.embedding is None:
+        weights["mask_embedding"] = embedding[row]
+        if float(embedding[row].float().norm()) < 1e-4:
+            raise UsageError(
+                f"{where} has no embed_tokens, and {target.name} has zeros for its mask token {row}: the row that it was "
+                f"trained with is not known, fetch a checkpoint that has it"
+            )
+    elif not _same_rows(checkpoint.embedding, embedding, row):
+        warnings.warn(
+            f"the drafter at {where} comes with another embedding than {target.name}'s, so it was trained on other weights: "
+            f"the text stays exact, but fewer drafts will be accepted",
+            stacklevel=3,
+        )
+        embedding = checkpoint.embedding
+    drafter = HSpecDrafter(config, embedding, checkpoint.head.float(), checkpoint.draft_ids).to(target.device)
+    load_weights(drafter, weights, where)
+    return drafter
+
+
+def _same_rows(a: Tensor, b: Tensor, except_row: int) -> bool:
+    """Whether two embeddings agree, up to the rounding of a half type, in 64 rows evenly spread."""
+    rows = torch.arange(0, a.shape[0], max(1, a.shape[0] // 64))
+    rows = rows[rows != except_row]
+    one, two = a[rows].float(), b[rows.to(b.device)].float().cpu()
+    return torch.allclose(one, two, rtol=1e-2, atol=1e-2 * float(two.std()))
 
 
 def build_drafter(config: DrafterConfig, target: Target, draft_ids: Tensor) -> HSpecDrafter:
@@ -143,8 +213,8 @@ def check_target(config: DrafterConfig, target: Target) -> None:
     for what, value in here.items():
         if getattr(made, what) != value:
             raise UsageError(
-                f"this drafter was made for {made.name} ({what} {getattr(made, what)}), not for {target.name} ({what} {value}): "
-                f"choose a drafter trained for this target"
+                f"this drafter was made for {made.name} ({what} {getattr(made, what)}), not for {target.name} ({what} "
+                f"{value}): choose a drafter trained for this target"
             )
     attention, shape = config.attention, target.cache_shape
     if attention is not None and (attention.kv_heads, attention.head_dim) != (shape.kv_heads, shape.head_dim):

@@ -62,8 +62,14 @@ class AttentionConfig(Strict):
     """How many tokens before the anchor every slot sees; None is all of them."""
     causal_block: bool = True
     """Whether slot j sees only slots <= j of its own block."""
-    rope: list[dict[str, Any]] = Field(min_length=0)
+    rope: list[dict[str, Any]]
     """RoPE parameters of the reused target layer, one entry for each attention sub-layer (transformers' names)."""
+
+    @model_validator(mode="after")
+    def _kv_heads_divide_heads(self) -> AttentionConfig:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"attention.heads ({self.heads}) must be a multiple of attention.kv_heads ({self.kv_heads})")
+        return self
 
 
 class DrafterConfig(Strict):
@@ -103,6 +109,8 @@ class DrafterConfig(Strict):
             raise ValueError("pattern has mamba sub-layers, but there is no mamba section")
         if attentions and self.attention is None:
             raise ValueError("pattern has attention sub-layers, but there is no attention section")
+        if self.hidden_size != self.target.hidden_size:
+            raise ValueError(f"hidden_size {self.hidden_size} must be the target's, {self.target.hidden_size}: they share it")
         if len(self.kv_layers) != attentions:
             raise ValueError(f"kv_layers has {len(self.kv_layers)} entries for {attentions} attention sub-layers")
         if self.attention is not None and len(self.attention.rope) != attentions:

@@ -18,6 +18,7 @@ from hspec.drafters.mamba import MambaMixer
 from hspec.drafters.norm import RMSNorm
 from hspec.drafters.rope import Rope
 from hspec.errors import UsageError
+from hspec.targets.packing import PackedLinear, can_pack, pack_linears
 
 
 class GatedMLP(nn.Module):
@@ -58,9 +59,8 @@ class HSpecDrafter(nn.Module):
         self.seed = StateSeed(config) if config.use_state and "mamba" in config.pattern else None
         self.norms = nn.ModuleList(RMSNorm(hidden, eps=eps) for _ in config.pattern)
         self.layers = nn.ModuleList(self._sub_layer(kind) for kind in config.pattern)
-        self.ropes = nn.ModuleList(
-            Rope(parameters, config.attention.head_dim) for parameters in (config.attention.rope if config.attention else [])
-        )
+        attention = config.attention
+        self.ropes = nn.ModuleList(Rope(p, attention.head_dim) for p in attention.rope) if attention else nn.ModuleList()
         self.norm = RMSNorm(hidden, eps=eps)
         self.markov = (
             MarkovHead(config.target.vocab_size, config.draft_vocab_size, config.markov_rank) if config.markov_rank else None
@@ -121,6 +121,16 @@ class HSpecDrafter(nn.Module):
     def base_logits(self, hidden: Tensor) -> Tensor:
         """``[..., hidden]`` -> ``[..., draft vocabulary]``, without the causal head."""
         return self._head_linear(hidden) if self._head_linear is not None else F.linear(hidden, self.head.to(hidden.dtype))
+
+    def prepare(self) -> HSpecDrafter:
+        """Freeze, and swap in the fast inference modules of :mod:`hspec.targets.packing`; not for training."""
+        self.eval().requires_grad_(False)
+        head = nn.Linear(*reversed(self.head.shape), bias=False, device="meta")
+        head.weight = nn.Parameter(self.head, requires_grad=False)
+        if can_pack(head):
+            self._head_linear = PackedLinear(head)
+            pack_linears(self)
+        return self
 
     @property
     def taps(self) -> list[int]:

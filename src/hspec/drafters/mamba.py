@@ -44,7 +44,7 @@ def scan_dual(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor,
     y_t = exp(cum_t) S_init C_t + sum over s <= t of (C_t . B_s) exp(cum_t - cum_s) dt_s x_s + D x_t,  cum = cumsum(dt A).
     ``state`` None means zeros.
     """
-    M, S, h, p = x.shape
+    M, S, h, _ = x.shape
     G, N = b.shape[2:]
     cum = torch.cumsum(dt * a, dim=1).transpose(1, 2)  # [M, h, S]
     causal = torch.ones(S, S, dtype=torch.bool, device=x.device).tril()

@@ -75,6 +75,7 @@ def attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
     hspec_rows: AttentionRows | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
@@ -86,15 +87,14 @@ def attend(
     Args:
         query: ``[batch, heads, count, head_dim]``.
         key, value: ``[batch, kv_heads, longest, head_dim]``, views of the cache.
+        sliding_window: of this layer; every family that has one passes it (not all keep it on the module).
 
     Returns:
         ``[batch, count, heads, head_dim]`` and no weights.
     """
     if hspec_rows is None:
         raise AssertionError("the hspec attention runs only under hspec.targets.Target")
-    if getattr(module, "attn_logit_softcapping", None) is not None:
-        raise AssertionError("attention soft-capping is refused when the target is loaded")
-    window = getattr(module, "sliding_window", None)
+    window = sliding_window
     batch, heads, count, dim = query.shape
     groups = heads // key.shape[1]
     folded = query.reshape(batch, key.shape[1], groups * count, dim)

@@ -21,6 +21,9 @@ from hspec.targets.template import ChatTemplate
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text")
 """Model types whose attention is known to be what :mod:`hspec.targets.attention` computes."""
 
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings whose frequencies are the same for every forward; others depend on what else is in the batch."""
+
 PREFILL_CHUNK = 512
 
 
@@ -53,6 +56,12 @@ class Target:
             raise UsageError(
                 f"target {self.name!r} is of the family {config.model_type!r}; supported are {', '.join(FAMILIES)}"
             )
+        for setting in ("attn_logit_softcapping", "use_bidirectional_attention"):
+            if getattr(config, setting, None):
+                raise UsageError(f"target {self.name!r} has {setting} = {getattr(config, setting)}, which is not supported")
+        for kind in _rope_types(config):
+            if kind not in ROPE_TYPES:
+                raise UsageError(f"target {self.name!r} has rope_type {kind!r}; supported are {', '.join(ROPE_TYPES)}")
         self.model.eval().requires_grad_(False)
         self.config = config
         self.model.set_attn_implementation(ATTENTION)
@@ -106,7 +115,7 @@ class Target:
         return self._parameters
 
     def weight_hash(self) -> str:
-        """SHA-256 (16 hex digits) over the embedding and a few layers' weights in fp32, to tell one set of weights from another."""
+        """SHA-256 (16 hex digits) over some rows of every weight in fp32, to tell one set of weights from another."""
         if self._weight_hash is None:
             raise AssertionError("Target.prepare() records the hash before it packs the weights")
         return self._weight_hash
@@ -213,6 +222,13 @@ class Target:
             self._tapped[tap] = output
 
         return hook
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Of all layers: some families have one set of rotary parameters, others one for each kind of layer."""
+    parameters = config.rope_parameters
+    sets = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
+    return {p.get("rope_type", "default") for p in sets}
 
 
 def _hash_weights(model: nn.Module) -> str:

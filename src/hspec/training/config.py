@@ -36,7 +36,7 @@ class TrainConfig(Strict):
     betas: tuple[float, float] = (0.9, 0.98)
     clip: float = Field(1.0, gt=0)
     ema: float = Field(0.998, ge=0, lt=1)
-    growth: list[GrowthStage] = [GrowthStage(start=0.0, slots=1, density=1.0)]
+    growth: tuple[GrowthStage, ...] = (GrowthStage(start=0.0, slots=1, density=1.0),)
     ce: float = Field(0.1, ge=0)
     warm_kl_until: float = Field(0.5, ge=0, le=1)
     """KL instead of TV up to this fraction of the steps ..."""
@@ -61,7 +61,7 @@ class TrainConfig(Strict):
         return self
 
     def stage(self, step: int) -> GrowthStage:
-        return [s for s in self.growth if s.start <= step / self.steps][-1]
+        return next(s for s in reversed(self.growth) if s.start <= step / self.steps)
 
     def kl_share(self, step: int) -> float:
         """1 in the warm-up, 0 at the end: the share of KL in the 0.9 that KL and TV have together."""

@@ -17,6 +17,10 @@ from hspec.errors import UsageError
 from hspec.targets.target import Target
 from hspec.training.examples import Example
 
+FINAL_NORM_SCALE = 0.3
+"""The target's final norm makes confident logits of a finished residual stream; a fresh drafter's is noise, and would begin far
+above the loss of a uniform guess. Measured: 6.24 after 43 updates with 0.3, 6.62 after 60 with 1."""
+
 
 def identity(target: Target) -> TargetIdentity:
     return TargetIdentity(
@@ -73,7 +77,7 @@ def initialise(
             _copy_mlp(layer, norm, target, layer_id)
     final = target.model.model.norm.weight
     if final.shape == drafter.norm.weight.shape:
-        _copy(drafter.norm.weight, final)
+        _copy(drafter.norm.weight, final * FINAL_NORM_SCALE)
     return drafter
 
 

@@ -92,7 +92,7 @@ class Trainer:
         self.seconds = 0.0
         self.best = 0.0
         drafter.train()
-        self.optimiser = torch.optim.AdamW(self._groups(), lr=config.learning_rate, betas=config.betas)
+        self.optimiser = torch.optim.AdamW(self._groups(), lr=config.learning_rate, betas=config.betas, fused=True)
         self.ema = {name: p.detach().clone() for name, p in drafter.named_parameters()}
         self._head = drafter.head.to(self._dtype())
 

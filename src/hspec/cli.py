@@ -1,0 +1,424 @@
+"""The command line: parse, call, print."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from hspec.errors import HSpecError, UsageError
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
+    help="Parallel speculative decoding without a drafter-side KV cache.",
+)  # fmt: skip
+
+DEFAULT_TARGET = "smollm2"
+
+TargetArgument = Annotated[str, typer.Option("--target", "-t", help="smollm2 (packaged), a folder, a .gguf file or a hub id.")]
+DrafterOption = Annotated[
+    str | None,
+    typer.Option("--drafter", "-d", help="A drafter's folder or hub id; by default the one that ships for the target."),
+]
+KOption = Annotated[int | None, typer.Option("-k", help="Drafted tokens a step; at most what the drafter was trained for.")]
+NoDraftOption = Annotated[bool, typer.Option("--no-draft", help="Decode without a drafter.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+ThreadsOption = Annotated[int | None, typer.Option("--threads", help="CPU threads; by default torch's choice.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1 ...")]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="float32 (exact), bfloat16 or float16.")]
+
+
+def _console(quiet: bool) -> Console:
+    return Console(stderr=quiet, highlight=False)
+
+
+def _load(target: str, drafter: str | None, no_draft: bool, device: str, dtype: str, threads: int | None) -> tuple[Any, Any]:
+    import torch
+
+    from hspec.api import load_drafter
+    from hspec.targets.sources import load_target
+
+    if threads:
+        torch.set_num_threads(threads)
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in kinds:
+        raise UsageError(f"--dtype {dtype}: choose one of {', '.join(kinds)}")
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from error
+    loaded = load_target(target, place, kinds[dtype])
+    return loaded, None if no_draft else load_drafter(drafter, loaded)
+
+
+def _params(**given: Any) -> Any:
+    from hspec.decoding.params import SamplingParams
+
+    try:
+        return SamplingParams(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = "--" + str(first["loc"][0]).replace("_", "-")
+        raise UsageError(f"{option}: {first['msg']}, not {first['input']!r}") from error
+
+
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopK = Annotated[int, typer.Option(help="0 keeps all.")]
+TopP = Annotated[float, typer.Option(help="Keep the smallest set of tokens with this probability.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest one's probability.")]
+Penalty = Annotated[float, typer.Option("--repetition-penalty", help="Above 1 discourages tokens already seen.")]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
+Stop = Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be given several times.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Longest answer.")]
+System = Annotated[str | None, typer.Option(help="System message.")]
+
+
+@app.command()
+def demo(
+    target: TargetArgument = DEFAULT_TARGET,
+    drafter: DrafterOption = None,
+    k: KOption = None,
+    max_tokens: MaxTokens = 128,
+    threads: ThreadsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer three prompts with H-Spec, without it, and by transformers' generate; compare texts and times.
+
+    Examples:  hspec demo   |   hspec demo -k 3 --max-tokens 64   |   hspec demo --json
+    """
+    from hspec.evaluation import demo as job
+    from hspec.evaluation.marking import MarkedStream
+    from hspec.targets.sources import load_reference
+
+    console = _console(as_json)
+    console.print(f"Loading {target} (the first time it is fetched and converted) ...")
+    loaded, draft = _load(target, drafter, False, "cpu", "float32", threads)
+    reference, _ = load_reference(target)
+    stream = MarkedStream(console)
+
+    def show(index: int, kind: str, step: Any) -> None:
+        if not (step.tokens and len(step.tokens) == 1 and not step.drafted[0] and step.text == "" and step.result is None):
+            pass
+        if show.at != (index, kind):  # type: ignore[attr-defined]
+            show.at = (index, kind)  # type: ignore[attr-defined]
+            if kind == "h-spec":
+                console.print(f"\n\n[bold]{job.PROMPTS[index]}[/bold]")
+                console.print("[dim]with H-Spec; accepted draft tokens are marked:[/dim]")
+            else:
+                console.print("\n[dim]without drafting:[/dim]")
+        stream.show(step, loaded.tokenizer.decode)
+
+    show.at = None  # type: ignore[attr-defined]
+    report = job.run(loaded, draft, reference, k or draft.max_draft, max_tokens, show)
+    numbers = {"target": loaded.name, "k": k or draft.max_draft, **report.numbers()}
+    if as_json:
+        print(json.dumps(numbers))
+        return
+    console.print("\n")
+    console.print(_demo_table(numbers))
+    if not numbers["identical"]:
+        raise HSpecError("the texts differ: this must not happen in fp32; please report it with the table above")
+
+
+def _demo_table(numbers: dict[str, Any]) -> Table:
+    table = Table(title=f"{numbers['target']}, k = {numbers['k']}, greedy, fp32", show_header=False)
+    rows = [
+        ("tokens", f"{numbers['tokens']}"),
+        ("verification steps", f"{numbers['steps']}"),
+        ("tau (tokens a step)", f"{numbers['tau']:.2f}"),
+        ("conditional acceptance by position", "  ".join(f"{a:.2f}" for a in numbers["acceptance"])),
+        ("ms a token, H-Spec", f"{numbers['ms_per_token']:.1f}"),
+        ("ms a token, no drafting", f"{numbers['ms_per_token_ar']:.1f}"),
+        ("ms a token, transformers generate", f"{numbers['ms_per_token_transformers']:.1f}"),
+        ("cost of a cycle, in plain steps", f"{numbers['cycle']:.2f}"),
+        ("speedup over no drafting", f"{numbers['speedup']:.2f}x"),
+        ("speedup over transformers", f"{numbers['speedup_transformers']:.2f}x"),
+        ("texts identical", "yes, token for token" if numbers["identical"] else "NO"),
+    ]
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The user's turn; - or nothing reads it from stdin.")] = None,
+    target: TargetArgument = DEFAULT_TARGET,
+    drafter: DrafterOption = None,
+    k: KOption = None,
+    no_draft: NoDraftOption = False,
+    system: System = None,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template: continue the prompt as it is.")] = False,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.0,
+    seed: Seed = 0,
+    stop: Stop = None,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = "float32",
+    threads: ThreadsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer one prompt, streaming; accepted draft tokens are marked on a terminal.
+
+    Examples:  hspec generate "What is a prime number?"   |   echo "Hello" | hspec generate --temperature 0.8 --seed 1
+    """
+    from hspec.decoding.engine import Engine
+    from hspec.decoding.sequence import Request
+    from hspec.evaluation.marking import MarkedStream
+
+    text = sys.stdin.read() if prompt in (None, "-") else prompt
+    if not text or not text.strip():
+        raise UsageError("the prompt is empty: give it as an argument or on stdin")
+    params = _params(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, seed=seed, stop=tuple(stop or ()),
+    )  # fmt: skip
+    loaded, draft = _load(target, drafter, no_draft, device, dtype, threads)
+    if raw:
+        ids = loaded.template.encode_plain(text)
+    else:
+        messages = [{"role": "system", "content": system}] if system else []
+        ids = loaded.template.encode([*messages, {"role": "user", "content": text}])
+    console = Console(highlight=False)
+    stream = MarkedStream(console, mark=console.is_terminal and draft is not None)
+    result = None
+    for step in Engine(loaded, draft, k).stream([Request(tuple(ids), params)]):
+        if not as_json:
+            stream.show(step, loaded.tokenizer.decode)
+        result = step.result
+    if as_json:
+        print(json.dumps(_result_json(result)))
+    else:
+        console.print()
+
+
+def _result_json(result: Any) -> dict[str, Any]:
+    return {
+        "text": result.text,
+        "token_ids": result.tokens,
+        "steps": result.counters.steps,
+        "tau": result.counters.tau,
+        "acceptance": result.counters.acceptance,
+        "runs": result.runs,
+        "finish_reason": result.finish_reason,
+    }
+
+
+@app.command()
+def chat(
+    target: TargetArgument = DEFAULT_TARGET,
+    drafter: DrafterOption = None,
+    k: KOption = None,
+    no_draft: NoDraftOption = False,
+    system: System = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.7,
+    top_k: TopK = 0,
+    top_p: TopP = 0.95,
+    min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.1,
+    seed: Seed = 0,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = "float32",
+    threads: ThreadsOption = None,
+) -> None:
+    """Talk in the terminal; the KV cache is kept over turns. Ctrl-C stops an answer, Ctrl-D or /exit ends.
+
+    Examples:  hspec chat   |   hspec chat --system "Answer in one sentence." --temperature 0
+    """
+    from hspec.decoding.session import Session
+    from hspec.evaluation.marking import MarkedStream
+
+    params = _params(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, seed=seed,
+    )  # fmt: skip
+    loaded, draft = _load(target, drafter, no_draft, device, dtype, threads)
+    session = Session(loaded, draft, k, system)
+    console = Console(highlight=False)
+    stream = MarkedStream(console, mark=console.is_terminal and draft is not None)
+    console.print("[dim]/exit or Ctrl-D ends, Ctrl-C stops an answer[/dim]")
+    while True:
+        try:
+            text = console.input("[bold]you>[/bold] ")
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return
+        if text.strip() in ("/exit", "/quit"):
+            return
+        if not text.strip():
+            continue
+        result = None
+        try:
+            for step in session.ask(text, params):
+                stream.show(step, loaded.tokenizer.decode)
+                result = step.result
+        except KeyboardInterrupt:
+            console.print(" [dim](stopped)[/dim]", end="")
+        except UsageError as error:
+            console.print(f"[red]{error}[/red]")
+            return
+        tau = f"tau {result.counters.tau:.2f}, " if result is not None and draft is not None else ""
+        console.print(f"\n[dim]{tau}{len(session.cached)} tokens cached[/dim]")
+
+
+@app.command()
+def info(
+    source: Annotated[str, typer.Argument(help="A target (smollm2, folder, .gguf, hub id), a drafter's folder, or a preset.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Layers, heads, parameters by part and KV bytes a token of a target, a drafter or a preset.
+
+    Examples:  hspec info smollm2   |   hspec info qwen3-8b   |   hspec info path/to/drafter --json
+    """
+    from hspec.evaluation.describe import describe
+
+    facts = describe(source)
+    if as_json:
+        print(json.dumps(facts))
+        return
+    table = Table(title=source, show_header=False)
+    for key, value in facts.items():
+        shown = ", ".join(f"{n}: {v:,}" for n, v in value.items()) if isinstance(value, dict) else value
+        table.add_row(key.replace("_", " "), f"{shown:,}" if isinstance(shown, int) else str(shown))
+    Console(highlight=False).print(table)
+
+
+@app.command()
+def train(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for checkpoints, log and settings.")] = Path("drafter"),
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML settings; options below override them.")] = None,
+    target: Annotated[str | None, typer.Option("--target", "-t", help="The model to draft for.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Drafter configuration; see 'hspec info PRESET'.")] = None,
+    data: Annotated[list[str] | None, typer.Option(help="JSONL, ShareGPT JSON or text; 'sharegpt' is packaged.")] = None,
+    own_answers: Annotated[bool | None, typer.Option("--own-answers/--given-answers", help="Who answers the prompts.")] = None,
+    max_prompts: Annotated[int | None, typer.Option(help="Use at most so many prompts.")] = None,
+    init_from: Annotated[str | None, typer.Option(help="Start from this drafter instead of the target's layers.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, or bf16 where the processor has bf16 products.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of initialisation, order and anchors.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, exactly where it stopped.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and stop.")] = False,
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = None,
+) -> None:
+    """Train an H-Spec drafter. Ctrl-C saves; --resume goes on.
+
+    Examples:  hspec train --out my-drafter --steps 2000   |   hspec train --config first-run.yaml --dry-run
+    |   hspec train --out my-drafter --resume
+    """
+    import torch
+
+    from hspec.training import job as jobs
+    from hspec.training.progress import run_with_progress
+
+    if threads:
+        torch.set_num_threads(threads)
+    if resume:
+        given = {"--config": config, "--target": target, "--preset": preset, "--data": data, "--steps": steps, "--seed": seed}
+        if any(value is not None for value in given.values()):
+            names = ", ".join(name for name, value in given.items() if value is not None)
+            raise UsageError(f"--resume takes the settings saved in {out}: leave out {names}")
+        settings = jobs.read_job(out / jobs.RUN_FILE)
+    else:
+        settings = jobs.read_job(config) if config else jobs.Job()
+        settings = jobs.override(
+            settings, target=target, preset=preset, data=data, own_answers=own_answers, max_prompts=max_prompts,
+            init_from=init_from, train={"steps": steps, "precision": precision, "seed": seed},
+        )  # fmt: skip
+    console = Console(highlight=False)
+    table = Table(title="plan", show_header=False)
+    for name, line in jobs.plan(settings, out).lines.items():
+        table.add_row(name, line)
+    console.print(table)
+    if dry_run:
+        return
+    trainer = jobs.build(settings, out, resume, lambda line: console.print(f"[dim]{line}[/dim]"), device)
+    run_with_progress(trainer, console)
+
+
+@app.command()
+def measure(
+    target: TargetArgument = DEFAULT_TARGET,
+    drafter: DrafterOption = None,
+    k: KOption = None,
+    data: Annotated[list[str] | None, typer.Option(help="Where held-out prompts come from; 'sharegpt' is packaged.")] = None,
+    limit: Annotated[int, typer.Option(help="How many held-out prompts.")] = 128,
+    max_tokens: MaxTokens = 256,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Records go here, and a rerun goes on from them.")] = Path(
+        "measured.jsonl"
+    ),
+    batch: Annotated[int, typer.Option(help="Prompts that run at once.")] = 8,
+    threads: ThreadsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure tau on held-out prompts, greedy and at T = 1, with bootstrap intervals.
+
+    Examples:  hspec measure   |   hspec measure -d my-drafter --limit 32 --json
+    """
+    from hspec.evaluation.held_out import measure as run
+    from hspec.evaluation.held_out import summarise
+    from hspec.training.job import PACKAGED_DATA, held_out_prompts
+
+    loaded, draft = _load(target, drafter, False, "cpu", "float32", threads)
+    prompts = held_out_prompts(loaded, data or [PACKAGED_DATA], limit)
+    settings = {"greedy": _params(max_tokens=max_tokens), "T=1": _params(max_tokens=max_tokens, temperature=1.0)}
+    console = _console(True)
+    with console.status("measuring") as status:
+        records = run(
+            loaded,
+            draft,
+            prompts,
+            out,
+            k or draft.max_draft,
+            settings,
+            batch,
+            lambda n, m: status.update(f"{n} of {m} answers"),
+        )
+    summary = {"target": loaded.name, "k": k or draft.max_draft, "max_tokens": max_tokens, **summarise(records)}
+    if as_json:
+        print(json.dumps(summary))
+        return
+    table = Table("setting", "prompts", "tau", "95 % interval", "acceptance by position")
+    for name in settings:
+        s = summary[name]
+        rows = [("all", s), ("without looping answers", s["without_looping"]), *s["by_kind"].items()]
+        for label, part in rows:
+            low, high = part["interval"]
+            rates = "  ".join(f"{a:.2f}" for a in part.get("acceptance", []))
+            table.add_row(f"{name}, {label}", str(part["prompts"]), f"{part['tau']:.2f}", f"{low:.2f} .. {high:.2f}", rates)
+    Console(highlight=False).print(table)
+
+
+def main() -> None:
+    """Entry point: one clear message for what a user can mend, a traceback only with --debug."""
+    debug = "--debug" in sys.argv
+    arguments = [a for a in sys.argv[1:] if a != "--debug"]
+    warnings.showwarning = lambda message, *_: print(f"hspec: warning: {message}", file=sys.stderr)
+    try:
+        sys.exit(app(arguments, standalone_mode=True))
+    except HSpecError as error:
+        if debug:
+            raise
+        print(f"hspec: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""A conversation whose KV cache is kept over its turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from hspec.decoding.engine import Drafter, Engine, Step
+from hspec.decoding.params import SamplingParams
+from hspec.decoding.sequence import Request
+from hspec.errors import UsageError
+from hspec.targets.cache import KVCache
+from hspec.targets.target import Target
+from hspec.targets.template import Message
+
+
+class Session:
+    """Messages so far, and the target's K/V of as many of their tokens as still agree with the next prompt."""
+
+    def __init__(self, target: Target, drafter: Drafter | None = None, k: int | None = None, system: str | None = None):
+        self.target = target
+        self.engine = Engine(target, drafter, k, max_batch=1)
+        self.messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self.cached: list[int] = []
+        """Tokens whose K/V lie in the cache."""
+        self._cache: KVCache | None = None
+
+    def ask(self, text: str, params: SamplingParams) -> Iterator[Step]:
+        """Add a user turn and stream the answer; the conversation then includes both.
+
+        If the caller stops listening, what was answered so far is kept as the answer.
+
+        Raises:
+            UsageError: an empty turn, or a conversation that outgrew the target's context.
+        """
+        if not text.strip():
+            raise UsageError("an empty message: type some text")
+        prompt = self.target.template.encode([*self.messages, {"role": "user", "content": text}])
+        request = Request(tuple(prompt), params)
+        reuse = min(_common_prefix(self.cached, prompt), len(prompt) - 1)
+        cache = self._room(len(prompt) + params.max_tokens + self.engine.k, reuse)
+        self.messages.append({"role": "user", "content": text})
+        answer, tokens = "", []
+        self.cached = prompt[:reuse]
+        try:
+            for step in self.engine.stream([request], cache, reuse):
+                answer += step.text
+                tokens += step.tokens
+                # Every emitted token but the last, the anchor, has been run.
+                self.cached = [*prompt, *tokens[:-1]]
+                yield step
+        finally:
+            self.messages.append({"role": "assistant", "content": answer})
+
+    def _room(self, tokens: int, keep: int) -> KVCache:
+        """The cache, grown to hold ``tokens`` with its first ``keep`` rows kept."""
+        wanted = min(tokens, self.target.max_positions)
+        if self._cache is None or self._cache.capacity < wanted:
+            grown = self.target.new_cache(1, min(max(2 * wanted, 1024), self.target.max_positions))
+            if self._cache is not None:
+                _copy_rows(self._cache, grown, keep)
+            self._cache = grown
+        self._cache.lengths = [keep]
+        return self._cache
+
+
+def _copy_rows(source: KVCache, target: KVCache, count: int) -> None:
+    with torch.no_grad():
+        for old, new in zip((*source.keys, *source.values), (*target.keys, *target.values), strict=True):
+            new[:, :, :count] = old[:, :, :count]
+
+
+def _common_prefix(a: list[int], b: list[int]) -> int:
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n]:
+        n += 1
+    return n

