@@ -175,7 +175,7 @@ class Engine:
         context = DraftContext(
             anchors=anchors,
             positions=torch.tensor(positions, device=anchors.device)[:, None],
-            taps=torch.stack([s.taps for s in running])[:, None],  # type: ignore[arg-type]
+            taps=torch.stack([s.taps for s in running if s.taps is not None])[:, None],
             kv=used.view(),
         )
         histories = [self._history(s) for s in running]

@@ -125,7 +125,7 @@ class HSpecDrafter(nn.Module):
     def prepare(self) -> HSpecDrafter:
         """Freeze, and swap in the fast inference modules of :mod:`hspec.targets.packing`; not for training."""
         self.eval().requires_grad_(False)
-        head = nn.Linear(*reversed(self.head.shape), bias=False, device="meta")
+        head = nn.Linear(self.head.shape[1], self.head.shape[0], bias=False, device="meta")
         head.weight = nn.Parameter(self.head, requires_grad=False)
         if can_pack(head):
             self._head_linear = PackedLinear(head)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,8 +106,8 @@ def run(
         engine.generate([warm])
     for index, prompt in enumerate(PROMPTS):
         request = make_request(target, prompt, params)
-        drafted = _timed(with_drafts, request, lambda step, i=index: on_step(i, "h-spec", step))
-        plain = _timed(without, request, lambda step, i=index: on_step(i, "plain", step))
+        drafted = _timed(with_drafts, request, partial(on_step, index, "h-spec"))
+        plain = _timed(without, request, partial(on_step, index, "plain"))
         tokens, seconds = time_reference(reference, list(request.prompt), max_tokens, sorted(target.eos_ids))
         report.comparisons.append(Comparison(prompt, drafted, plain, tokens, seconds))
     return report

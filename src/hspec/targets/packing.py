@@ -8,6 +8,8 @@ exactly the linears of one-row decoding.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -90,7 +92,7 @@ def has_bf16_products(device: torch.device) -> bool:
 def fuse_norms(module: nn.Module) -> int:
     """Replace RMSNorms of the Llama kind (weight times normalised input, fp32) by the fused kernel; returns how many."""
 
-    def fused(child: nn.Module) -> nn.Module | None:
+    def fused(child: Any) -> nn.Module | None:
         plain = type(child).__name__ in ("LlamaRMSNorm", "Qwen3RMSNorm", "Qwen2RMSNorm", "MistralRMSNorm")
         return FusedRMSNorm(child.weight, child.variance_epsilon) if plain and child.weight.dtype == torch.float32 else None
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -49,7 +48,7 @@ def load_target(
     return Target(model.to(device), template, name, provenance).prepare(linears)
 
 
-def load_reference(source: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
+def load_reference(source: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """The same model as transformers runs it, and its tokenizer: for comparisons."""
     model, tokenizer, _ = _load(ALIASES.get(source, source), dtype)
     return model.eval(), tokenizer
@@ -69,7 +68,7 @@ def describe(source: str) -> Any:
         return AutoConfig.from_pretrained(folder)
 
 
-def _load(name: str, dtype: torch.dtype) -> tuple[nn.Module, Any, dict[str, Any]]:
+def _load(name: str, dtype: torch.dtype) -> tuple[Any, Any, dict[str, Any]]:
     if name == SMOLLM2_NAME:
         folder = _smollm2_folder()
         return (*_load_folder(str(folder), dtype), json.loads((folder / "provenance.json").read_text()))
@@ -113,7 +112,7 @@ class _Explained:
         ) from error
 
 
-def _load_folder(source: str, dtype: torch.dtype) -> tuple[nn.Module, Any]:
+def _load_folder(source: str, dtype: torch.dtype) -> tuple[Any, Any]:
     with _Explained(source):
         config = AutoConfig.from_pretrained(source)
         _check_family(config, source)
@@ -121,7 +120,7 @@ def _load_folder(source: str, dtype: torch.dtype) -> tuple[nn.Module, Any]:
         return model, AutoTokenizer.from_pretrained(source)
 
 
-def _load_gguf(path: Path, dtype: torch.dtype) -> tuple[nn.Module, Any]:
+def _load_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     if not path.exists():
         raise UsageError(f"no file {path}")
     with _Explained(str(path)):
@@ -131,7 +130,8 @@ def _load_gguf(path: Path, dtype: torch.dtype) -> tuple[nn.Module, Any]:
         # transformers marks the model as quantised and then refuses to save or convert it: move the weights to a plain one.
         config = copy.deepcopy(quantised.config)
         del config.quantization_config
-        model = type(quantised)(config).to(dtype)
+        model: Any = type(quantised)(config)
+        model.to(dtype)
         model.load_state_dict(quantised.state_dict())
         model.tie_weights()
         model.generation_config = quantised.generation_config
@@ -174,7 +174,7 @@ def _smollm2_folder() -> Path:
     return folder
 
 
-def _eos_ids(model: nn.Module) -> frozenset[int]:
+def _eos_ids(model: Any) -> frozenset[int]:
     ids = getattr(model.generation_config, "eos_token_id", None)
     return frozenset() if ids is None else frozenset(ids if isinstance(ids, list) else [ids])
 

@@ -45,7 +45,8 @@ class Target:
     ``i - 1``; tap ``layers`` is the last layer's output before the final norm.
     """
 
-    model: nn.Module
+    model: Any
+    """A transformers causal language model."""
     template: ChatTemplate
     name: str
     provenance: dict[str, Any] = field(default_factory=dict)
