@@ -18,7 +18,7 @@ from hspec.drafters.mamba import MambaMixer
 from hspec.drafters.norm import RMSNorm
 from hspec.drafters.rope import Rope
 from hspec.errors import UsageError
-from hspec.targets.packing import PackedLinear, can_pack, pack_linears
+from hspec.targets.packing import PackedHalfLinear, PackedLinear, can_pack, has_bf16_products, pack_linears
 
 
 class GatedMLP(nn.Module):
@@ -122,14 +122,21 @@ class HSpecDrafter(nn.Module):
         """``[..., hidden]`` -> ``[..., draft vocabulary]``, without the causal head."""
         return self._head_linear(hidden) if self._head_linear is not None else F.linear(hidden, self.head.to(hidden.dtype))
 
-    def prepare(self) -> HSpecDrafter:
-        """Freeze, and swap in the fast inference modules of :mod:`hspec.targets.packing`; not for training."""
+    def prepare(self, half: bool | None = None) -> HSpecDrafter:
+        """Freeze, and swap in the fast inference modules of :mod:`hspec.targets.packing`; not for training.
+
+        Args:
+            half: multiply in bf16; None does where the processor has bf16 products. Drafts may then differ in rare ties, the
+                text that comes of them does not.
+        """
         self.eval().requires_grad_(False)
         head = nn.Linear(self.head.shape[1], self.head.shape[0], bias=False, device="meta")
         head.weight = nn.Parameter(self.head, requires_grad=False)
         if can_pack(head):
-            self._head_linear = PackedLinear(head)
-            pack_linears(self)
+            half = has_bf16_products(self.head.device) if half is None else half
+            kind = PackedHalfLinear if half else PackedLinear
+            self._head_linear = kind(head)
+            pack_linears(self, kind)
         return self
 
     @property
