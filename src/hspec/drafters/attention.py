@@ -45,13 +45,15 @@ def attend(
         return out.transpose(1, 2).reshape(B, N, H, S, d)
     T = context_k.shape[2]
     # A batch of one view per row keeps the slice of the cache a view: reshaping [B, KV, T, d] would copy it.
-    context = torch.matmul(q.reshape(B, KV, N * rows, d), context_k.to(q.dtype).transpose(-1, -2))
+    # The few queries take the cache's type, not the cache theirs: a cast of the window would be a copy of it.
+    context = torch.matmul(q.reshape(B, KV, N * rows, d).to(context_k.dtype), context_k.transpose(-1, -2))
     context = context.view(B, KV, N, rows, T).float()
     if context_mask is not None:
         context = context.masked_fill(~context_mask[:, None, :, None, :], float("-inf"))
-    weights = torch.cat((context, scores), dim=-1).softmax(-1).to(v.dtype)
-    out = torch.matmul(weights[..., T:], v)
-    out = out + torch.matmul(weights[..., :T].reshape(B, KV, N * rows, T), context_v.to(v.dtype)).view_as(out)
+    weights = torch.cat((context, scores), dim=-1).softmax(-1)
+    out = torch.matmul(weights[..., T:].to(v.dtype), v)
+    over_context = torch.matmul(weights[..., :T].reshape(B, KV, N * rows, T).to(context_v.dtype), context_v)
+    out = out + over_context.view_as(out).to(v.dtype)
     return out.transpose(1, 2).reshape(B, N, H, S, d)
 
 
