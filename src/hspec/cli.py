@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import sys
+import traceback
 import warnings
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,9 +14,11 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from hspec.errors import HSpecError, UsageError
+from hspec.files import reason
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
@@ -27,10 +32,12 @@ DrafterOption = Annotated[
     str | None,
     typer.Option("--drafter", "-d", help="A drafter's folder or hub id; by default the one that ships for the target."),
 ]
-KOption = Annotated[int | None, typer.Option("-k", help="Drafted tokens a step; at most what the drafter was trained for.")]
+KOption = Annotated[
+    int | None, typer.Option("-k", min=1, help="Drafted tokens a step; at most what the drafter was trained for.")
+]
 NoDraftOption = Annotated[bool, typer.Option("--no-draft", help="Decode without a drafter.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-ThreadsOption = Annotated[int | None, typer.Option("--threads", help="CPU threads; by default torch's choice.")]
+ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; by default torch's choice.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1 ...")]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="float32 (exact), bfloat16 or float16.")]
 
@@ -42,32 +49,50 @@ def _console(quiet: bool) -> Console:
 def _load(target: str, drafter: str | None, no_draft: bool, device: str, dtype: str, threads: int | None) -> tuple[Any, Any]:
     import torch
 
-    from hspec.api import load_drafter
-    from hspec.targets.sources import load_target
+    from hspec.api import drafter_folder, load_drafter
+    from hspec.targets.sources import ALIASES, load_target
 
+    if no_draft and drafter is not None:
+        raise UsageError("--no-draft and --drafter contradict each other: leave out one of them")
     if threads:
         torch.set_num_threads(threads)
     kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in kinds:
         raise UsageError(f"--dtype {dtype}: choose one of {', '.join(kinds)}")
-    try:
-        place = torch.device(device)
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from error
-    loaded = load_target(target, place, kinds[dtype])
+    _check_device(device)
+    if not no_draft:
+        drafter_folder(drafter, ALIASES.get(target, target))  # says at once if there is none
+    loaded = load_target(target, device, kinds[dtype])
     return loaded, None if no_draft else load_drafter(drafter, loaded)
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.zeros(1, device=torch.device(device)).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UsageError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from error
+
+
+def _check_k(k: int | None, no_draft: bool) -> None:
+    if no_draft and k is not None:
+        raise UsageError("-k is the number of drafted tokens, and --no-draft drafts none: leave out one of them")
 
 
 def _params(**given: Any) -> Any:
     from hspec.decoding.params import SamplingParams
 
+    for name, value in given.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"--{name.replace('_', '-')}: a finite number is needed, not {value}")
     try:
         return SamplingParams(**given)
     except ValidationError as error:
         first = error.errors()[0]
         option = "--" + str(first["loc"][0]).replace("_", "-")
-        raise UsageError(f"{option}: {first['msg']}, not {first['input']!r}") from error
+        message = first["msg"].removeprefix("Value error, ").replace("Input should", "it must")
+        raise UsageError(f"{option}: {message}, not {first['input']!r}") from error
 
 
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
@@ -77,7 +102,7 @@ MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the l
 Penalty = Annotated[float, typer.Option("--repetition-penalty", help="Above 1 discourages tokens already seen.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
 Stop = Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be given several times.")]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Longest answer.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Longest answer.")]
 System = Annotated[str | None, typer.Option(help="System message.")]
 
 
@@ -99,14 +124,12 @@ def demo(
     from hspec.targets.sources import load_reference
 
     console = _console(as_json)
-    console.print(f"Loading {target} (the first time it is fetched and converted) ...")
+    console.print(f"Loading {escape(target)} (the first time it is fetched and converted) ...")
     loaded, draft = _load(target, drafter, False, "cpu", "float32", threads)
     reference, _ = load_reference(target)
     stream = MarkedStream(console)
 
     def show(index: int, kind: str, step: Any) -> None:
-        if not (step.tokens and len(step.tokens) == 1 and not step.drafted[0] and step.text == "" and step.result is None):
-            pass
         if show.at != (index, kind):  # type: ignore[attr-defined]
             show.at = (index, kind)  # type: ignore[attr-defined]
             if kind == "h-spec":
@@ -121,9 +144,9 @@ def demo(
     numbers = {"target": loaded.name, "k": k or draft.max_draft, **report.numbers()}
     if as_json:
         print(json.dumps(numbers))
-        return
-    console.print("\n")
-    console.print(_demo_table(numbers))
+    else:
+        console.print("\n")
+        console.print(_demo_table(numbers))
     if not numbers["identical"]:
         raise HSpecError("the texts differ: this must not happen in fp32; please report it with the table above")
 
@@ -178,7 +201,13 @@ def generate(
     from hspec.decoding.sequence import Request
     from hspec.evaluation.marking import MarkedStream
 
-    text = sys.stdin.read() if prompt in (None, "-") else prompt
+    _check_k(k, no_draft)
+    if raw and system is not None:
+        raise UsageError("--raw continues the prompt as it is, without a template, so there is no place for --system")
+    try:
+        text = sys.stdin.read() if prompt in (None, "-") else prompt
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the prompt on stdin is not UTF-8 text ({error})") from error
     if not text or not text.strip():
         raise UsageError("the prompt is empty: give it as an argument or on stdin")
     params = _params(
@@ -241,6 +270,7 @@ def chat(
     from hspec.decoding.session import Session
     from hspec.evaluation.marking import MarkedStream
 
+    _check_k(k, no_draft)
     params = _params(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, seed=seed,
@@ -267,9 +297,6 @@ def chat(
                 result = step.result
         except KeyboardInterrupt:
             console.print(" [dim](stopped)[/dim]", end="")
-        except UsageError as error:
-            console.print(f"[red]{error}[/red]")
-            return
         tau = f"tau {result.counters.tau:.2f}, " if result is not None and draft is not None else ""
         console.print(f"\n[dim]{tau}{len(session.cached)} tokens cached[/dim]")
 
@@ -289,10 +316,10 @@ def info(
     if as_json:
         print(json.dumps(facts))
         return
-    table = Table(title=source, show_header=False)
+    table = Table(title=escape(source), show_header=False)
     for key, value in facts.items():
         shown = ", ".join(f"{n}: {v:,}" for n, v in value.items()) if isinstance(value, dict) else value
-        table.add_row(key.replace("_", " "), f"{shown:,}" if isinstance(shown, int) else str(shown))
+        table.add_row(key.replace("_", " "), f"{shown:,}" if isinstance(shown, int) else escape(str(shown)))
     Console(highlight=False).print(table)
 
 
@@ -301,7 +328,10 @@ def train(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for checkpoints, log and settings.")] = Path("drafter"),
     config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML settings; options below override them.")] = None,
     target: Annotated[str | None, typer.Option("--target", "-t", help="The model to draft for.")] = None,
-    preset: Annotated[str | None, typer.Option(help="Drafter configuration; see 'hspec info PRESET'.")] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(help="auto (fits any target), a preset's name (see 'hspec info PRESET') or a YAML or JSON file."),
+    ] = None,
     data: Annotated[list[str] | None, typer.Option(help="JSONL, ShareGPT JSON or text; 'sharegpt' is packaged.")] = None,
     own_answers: Annotated[bool | None, typer.Option("--own-answers/--given-answers", help="Who answers the prompts.")] = None,
     max_prompts: Annotated[int | None, typer.Option(help="Use at most so many prompts.")] = None,
@@ -326,11 +356,16 @@ def train(
 
     if threads:
         torch.set_num_threads(threads)
+    _check_device(device)
     if resume:
-        given = {"--config": config, "--target": target, "--preset": preset, "--data": data, "--steps": steps, "--seed": seed}
+        given = {
+            "--config": config, "--target": target, "--preset": preset, "--data": data, "--own-answers": own_answers,
+            "--max-prompts": max_prompts, "--init-from": init_from, "--steps": steps, "--precision": precision, "--seed": seed,
+        }  # fmt: skip
         if any(value is not None for value in given.values()):
             names = ", ".join(name for name, value in given.items() if value is not None)
             raise UsageError(f"--resume takes the settings saved in {out}: leave out {names}")
+        jobs.check_run(out, resume)
         settings = jobs.read_job(out / jobs.RUN_FILE)
     else:
         settings = jobs.read_job(config) if config else jobs.Job()
@@ -340,12 +375,18 @@ def train(
         )  # fmt: skip
     console = Console(highlight=False)
     table = Table(title="plan", show_header=False)
-    for name, line in jobs.plan(settings, out).lines.items():
-        table.add_row(name, line)
+    for name, line in jobs.plan(settings, out, resume).lines.items():
+        table.add_row(name, escape(line))
     console.print(table)
     if dry_run:
         return
-    trainer = jobs.build(settings, out, resume, lambda line: console.print(f"[dim]{line}[/dim]"), device)
+    try:
+        trainer = jobs.build(settings, out, resume, lambda line: console.print(f"[dim]{escape(line)}[/dim]"), device)
+    except KeyboardInterrupt:
+        print(
+            "hspec: interrupted before training; answers so far are kept, the same command goes on with them", file=sys.stderr
+        )
+        raise typer.Exit(130) from None
     run_with_progress(trainer, console)
 
 
@@ -355,12 +396,12 @@ def measure(
     drafter: DrafterOption = None,
     k: KOption = None,
     data: Annotated[list[str] | None, typer.Option(help="Where held-out prompts come from; 'sharegpt' is packaged.")] = None,
-    limit: Annotated[int, typer.Option(help="How many held-out prompts.")] = 128,
+    limit: Annotated[int, typer.Option(min=1, help="How many held-out prompts.")] = 128,
     max_tokens: MaxTokens = 256,
     out: Annotated[Path, typer.Option("--out", "-o", help="Records go here, and a rerun goes on from them.")] = Path(
         "measured.jsonl"
     ),
-    batch: Annotated[int, typer.Option(help="Prompts that run at once.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts that run at once.")] = 8,
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -368,11 +409,14 @@ def measure(
 
     Examples:  hspec measure   |   hspec measure -d my-drafter --limit 32 --json
     """
+    from hspec.evaluation.held_out import label, read_records, summarise
     from hspec.evaluation.held_out import measure as run
-    from hspec.evaluation.held_out import summarise
     from hspec.training.job import PACKAGED_DATA, held_out_prompts
 
+    read_records(out)
     loaded, draft = _load(target, drafter, False, "cpu", "float32", threads)
+    what = label(loaded, draft, k or draft.max_draft, max_tokens)
+    read_records(out, what)
     prompts = held_out_prompts(loaded, data or [PACKAGED_DATA], limit)
     settings = {"greedy": _params(max_tokens=max_tokens), "T=1": _params(max_tokens=max_tokens, temperature=1.0)}
     console = _console(True)
@@ -384,6 +428,7 @@ def measure(
             out,
             k or draft.max_draft,
             settings,
+            what,
             batch,
             lambda n, m: status.update(f"{n} of {m} answers"),
         )
@@ -395,29 +440,55 @@ def measure(
     for name in settings:
         s = summary[name]
         rows = [("all", s), ("without looping answers", s["without_looping"]), *s["by_kind"].items()]
-        for label, part in rows:
+        for row, part in rows:
             low, high = part["interval"]
             rates = "  ".join(f"{a:.2f}" for a in part.get("acceptance", []))
-            table.add_row(f"{name}, {label}", str(part["prompts"]), f"{part['tau']:.2f}", f"{low:.2f} .. {high:.2f}", rates)
+            table.add_row(f"{name}, {row}", str(part["prompts"]), f"{part['tau']:.2f}", f"{low:.2f} .. {high:.2f}", rates)
     Console(highlight=False).print(table)
 
 
 def main() -> None:
-    """Entry point: one clear message for what a user can mend, a traceback only with --debug."""
+    """Entry point: one clear message and an exit code (2: the request, 1: a failure); a traceback only with --debug."""
     debug = "--debug" in sys.argv
-    arguments = [a for a in sys.argv[1:] if a != "--debug"]
-    warnings.showwarning = lambda message, *_: print(f"hspec: warning: {message}", file=sys.stderr)
-    try:
-        sys.exit(app(arguments, standalone_mode=True))
-    except HSpecError as error:
-        if debug:
-            raise
-        print(f"hspec: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.exit(0)
+    arguments = [a for a in sys.argv[1:] if a != "--debug"] or ["--help"]
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: print(f"hspec: warning: {message}", file=sys.stderr)
+        try:
+            code = app(arguments, standalone_mode=False) or 0
+        except Exception as error:
+            if debug:
+                traceback.print_exc()
+            message, code = _explain(error)
+            print(f"hspec: {' '.join(message.split())}", file=sys.stderr)
+        except KeyboardInterrupt:
+            code = 130
+    sys.exit(code)
+
+
+def _explain(error: Exception) -> tuple[str, int]:
+    """A message for the user, and the exit code."""
+    if isinstance(error, HSpecError):
+        return str(error), error.exit_code
+    if isinstance(error, _COMMAND_LINE_ERROR):
+        command = getattr(getattr(error, "ctx", None), "command_path", None) or "hspec"
+        return f"{error.format_message()} ('{command} --help' shows the options)", 2  # type: ignore[attr-defined]
+    if isinstance(error, typer.Abort):
+        return "aborted", 1
+    if isinstance(error, MemoryError) or "memory" in str(error).lower():
+        return f"out of memory: {_first_line(error)}; take a smaller batch or model, or a machine with more", 1
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        advice = "; free some space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        return f"{where}{reason(error)}{advice}", 1
+    return f"unexpected {type(error).__name__}: {_first_line(error)} (--debug shows where; please report it)", 1
+
+
+_COMMAND_LINE_ERROR = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+"""Typer brings its own copy of click, or uses the one that is installed, by version."""
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]
 
 
 if __name__ == "__main__":

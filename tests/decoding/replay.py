@@ -1,8 +1,4 @@
-"""A drafter whose errors are chosen: it knows texts beforehand, and goes wrong exactly where it is told to.
-
-It also checks what the loop hands to drafters. A text is recognised by the target's K of its tokens, and the tapped hidden
-states must be those of the token before the anchor.
-"""
+"""Drafters for tests of the loop: one whose errors are chosen, and one that makes none."""
 
 from __future__ import annotations
 
@@ -32,7 +28,10 @@ def random_plan(most: int, seed: int = 0, positions: int = 4096) -> Callable[[in
 
 
 class ReplayDrafter:
-    """Drafts known texts.
+    """Knows texts beforehand, and goes wrong exactly where it is told to.
+
+    It also checks what the loop hands to drafters: a text is recognised by the target's K of its tokens, and the tapped hidden
+    states must be those of the token before the anchor.
 
     Args:
         texts: prompts with their continuations.
@@ -124,3 +123,29 @@ class ReplayDrafter:
             torch.testing.assert_close(context.taps[row, 0], taps[position - 1], atol=1e-3, rtol=1e-4)
             return text
         return None
+
+
+class SelfDrafter:
+    """Drafts with the target itself, token by token: q is p, so that all is accepted at any temperature."""
+
+    taps: Sequence[int] = ()
+
+    def __init__(self, target: Target, max_draft: int = 4):
+        self.target, self.max_draft, self.draft_ids = target, max_draft, torch.arange(target.vocab_size)
+
+    def propose(self, context: DraftContext, k: int, choose: Chooser) -> Draft:
+        lengths = list(context.kv.lengths)
+        cache = self.target.new_cache(len(lengths), max(lengths) + k)
+        cache.lengths = lengths
+        for mine, theirs in zip([*cache.keys, *cache.values], [*context.kv.keys, *context.kv.values], strict=True):
+            mine[:, :, : max(lengths)] = theirs[:, :, : max(lengths)]
+        token, tokens, distributions = context.anchors, [], []
+        for slot in range(1, k + 1):
+            logits = self.target.logits(self.target.forward(token, cache).hidden[:, -1])
+            cache.advance([1] * len(lengths))
+            chosen, q = choose(slot, logits)
+            token = chosen[:, None]
+            tokens.append(chosen)
+            distributions.append(q)
+        one_hot = distributions[0] is None
+        return Draft(torch.stack(tokens, 1), None if one_hot else torch.stack(distributions, 1))  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ class SamplingParams(Strict):
     ignore_eos: bool = False
     draft: Literal["auto", "sample", "greedy"] = "auto"
     """At temperature > 0, whether drafts are drawn from the drafter's distribution or are its argmax (one-hot q). Either is
-    lossless; ``auto`` is the one that measured better (see docs/decoding.md)."""
+    lossless; ``auto`` is ``sample`` (docs/decoding.md says why)."""
 
     @field_validator("stop")
     @classmethod

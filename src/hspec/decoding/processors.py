@@ -33,9 +33,8 @@ def process(logits: Tensor, params: SamplingParams, history: Tensor | None, draf
 
 def penalise(row: Tensor, ids: Tensor, penalty: float) -> Tensor:
     """Repetition penalty (Keskar et al., 2019) on ``[vocabulary]``; each id counts once however often it occurs."""
-    ids = ids.unique()
     row = row.clone()
-    picked = row[ids]
+    picked = row[ids]  # read before any is written: repeated ids do no harm
     row[ids] = torch.where(picked < 0, picked * penalty, picked / penalty)
     return row
 

@@ -51,7 +51,6 @@ def sample(probabilities: Tensor, u: Tensor) -> Tensor:
     """
     cumulative = probabilities.double().cumsum(-1)
     total = cumulative[:, -1:]
-    # The smallest index whose cumulative sum exceeds u * total: an entry of probability 0 never exceeds its predecessor.
-    index = torch.searchsorted(cumulative, u.double()[:, None] * total, right=True).squeeze(-1)
-    last = probabilities.shape[-1] - 1 - (probabilities.flip(-1) > 0).int().argmax(-1)
-    return torch.minimum(index, last)
+    # The smallest index whose cumulative sum exceeds u * total: an entry of probability 0 never exceeds its predecessor, and
+    # the last sum always does, as u * total rounds to less than total for every u up to 1 - 2^-53.
+    return torch.searchsorted(cumulative, u.double()[:, None] * total, right=True).squeeze(-1)

@@ -29,7 +29,8 @@ class Session:
     def ask(self, text: str, params: SamplingParams) -> Iterator[Step]:
         """Add a user turn and stream the answer; the conversation then includes both.
 
-        If the caller stops listening, what was answered so far is kept as the answer.
+        If the caller stops listening, what was answered so far is kept as the answer; a turn that got no answer at all is
+        taken back.
 
         Raises:
             UsageError: an empty turn, or a conversation that outgrew the target's context.
@@ -51,7 +52,10 @@ class Session:
                 self.cached = [*prompt, *tokens[:-1]]
                 yield step
         finally:
-            self.messages.append({"role": "assistant", "content": answer})
+            if tokens:
+                self.messages.append({"role": "assistant", "content": answer})
+            else:
+                self.messages.pop()
 
     def _room(self, tokens: int, keep: int) -> KVCache:
         """The cache, grown to hold ``tokens`` with its first ``keep`` rows kept."""

@@ -70,7 +70,8 @@ class Report:
         plain_tokens = sum(c.plain.tokens for c in self.comparisons)
         reference = sum(c.reference_seconds for c in self.comparisons)
         reference_tokens = sum(len(c.reference_tokens) - 1 for c in self.comparisons)
-        per_token, per_plain = drafted / tokens, plain / plain_tokens
+        per_token, per_plain = _ratio(drafted, tokens), _ratio(plain, plain_tokens)
+        per_reference = _ratio(reference, reference_tokens)
         return {
             "tokens": tokens,
             "steps": counters.steps,
@@ -78,12 +79,17 @@ class Report:
             "acceptance": counters.acceptance,
             "ms_per_token": 1e3 * per_token,
             "ms_per_token_ar": 1e3 * per_plain,
-            "ms_per_token_transformers": 1e3 * reference / reference_tokens,
-            "cycle": drafted / counters.steps / per_plain,
-            "speedup": per_plain / per_token,
-            "speedup_transformers": reference / reference_tokens / per_token,
+            "ms_per_token_transformers": 1e3 * per_reference,
+            "cycle": _ratio(_ratio(drafted, counters.steps), per_plain),
+            "speedup": _ratio(per_plain, per_token),
+            "speedup_transformers": _ratio(per_reference, per_token),
             "identical": all(c.identical for c in self.comparisons),
         }
+
+
+def _ratio(a: float, b: float) -> float:
+    """0 where there is nothing to divide by: answers of one token have no steps."""
+    return a / b if b else 0.0
 
 
 def run(
@@ -108,7 +114,8 @@ def run(
         request = make_request(target, prompt, params)
         drafted = _timed(with_drafts, request, partial(on_step, index, "h-spec"))
         plain = _timed(without, request, partial(on_step, index, "plain"))
-        tokens, seconds = time_reference(reference, list(request.prompt), max_tokens, sorted(target.eos_ids))
+        longest = min(max_tokens, target.max_positions - len(request.prompt))
+        tokens, seconds = time_reference(reference, list(request.prompt), longest, sorted(target.eos_ids))
         report.comparisons.append(Comparison(prompt, drafted, plain, tokens, seconds))
     return report
 
@@ -145,8 +152,8 @@ def time_reference(model: nn.Module, prompt: list[int], max_tokens: int, eos: li
     clock = _Clock()
     ids = torch.tensor([prompt])
     out = model.generate(  # type: ignore[operator]
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, streamer=clock, eos_token_id=eos,
-        pad_token_id=eos[0],
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, streamer=clock,
+        eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0, repetition_penalty=1.0,
     )  # fmt: skip
     times = clock.times[1:]  # the first call hands over the prompt
     return out[0, len(prompt) :].tolist(), times[-1] - times[0]

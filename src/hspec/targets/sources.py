@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from hspec.cache_folder import cache_folder
 from hspec.errors import HSpecError, UsageError
+from hspec.files import reason
 from hspec.targets.packaged import SMOLLM2, fetch
 from hspec.targets.target import FAMILIES, Target
 from hspec.targets.template import ChatTemplate
@@ -61,28 +63,68 @@ def describe(source: str) -> Any:
         UsageError: there is no such model.
     """
     name = ALIASES.get(source, source)
-    folder = _smollm2_folder() if name == SMOLLM2_NAME else name
-    if Path(folder).suffix == ".gguf":
-        return _load_gguf(Path(folder), torch.float32)[0].config
-    with _Explained(source):
-        return AutoConfig.from_pretrained(folder)
+    place = _smollm2_folder() if name == SMOLLM2_NAME else _place(name)
+    if isinstance(place, str) or place.is_dir():
+        arguments = {"pretrained_model_name_or_path": str(place)}
+    else:
+        arguments = {"pretrained_model_name_or_path": str(place.parent), "gguf_file": place.name}
+    with _Explained(str(place)):
+        config = AutoConfig.from_pretrained(**arguments)
+        _check_family(config, source)
+        return config
 
 
 def _load(name: str, dtype: torch.dtype) -> tuple[Any, Any, dict[str, Any]]:
     if name == SMOLLM2_NAME:
         folder = _smollm2_folder()
         return (*_load_folder(str(folder), dtype), json.loads((folder / "provenance.json").read_text()))
+    place = _place(name)
+    if isinstance(place, str):
+        return (*_load_folder(place, dtype), {"source": place})
+    if place.is_dir():
+        return (*_load_folder(str(place), dtype), {"source": place.name})
+    return (*_load_gguf(place, dtype), {"source": place.name, "format": "GGUF, dequantised"})
+
+
+def _place(name: str) -> Path | str:
+    """Where a model lies: a GGUF file, a folder with a ``config.json``, or, as a string, a hub id.
+
+    Raises:
+        UsageError: a file or folder that cannot be a model's, or no name at all.
+    """
+    if not name.strip():
+        raise UsageError(
+            f"the target's name is empty: give one of {', '.join(sorted(ALIASES))}, a folder, a .gguf file or a hub id"
+        )
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
-        return (*_load_gguf(path, dtype), {"source": path.name, "format": "GGUF, dequantised"})
+        if not path.is_file():
+            raise UsageError(f"no file {path}: check the path given as the target")
+        return path
     if path.is_dir():
-        files = sorted(path.glob("*.gguf"))
-        if not (path / "config.json").exists() and len(files) == 1:
-            return (*_load_gguf(files[0], dtype), {"source": files[0].name, "format": "GGUF, dequantised"})
-        return (*_load_folder(str(path), dtype), {"source": path.name})
+        return _model_in(path)
     if path.exists():
         raise UsageError(f"{path} is a file, but not a GGUF one: give a folder, a .gguf file or a hub id")
-    return (*_load_folder(name, dtype), {"source": name})
+    return name
+
+
+def _model_in(folder: Path) -> Path:
+    config, files = folder / "config.json", sorted(folder.glob("*.gguf"))
+    if config.is_file():
+        try:
+            head = json.loads(config.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise HSpecError(f"{config} is damaged ({' '.join(str(error).split())}): fetch the model again") from error
+        if isinstance(head, dict) and ("method" in head or "speculators_model_type" in head):
+            raise UsageError(
+                f"{folder} holds a drafter, not a target: give it with --drafter, and the model it is for as the target"
+            )
+        return folder
+    if len(files) == 1:
+        return files[0]
+    if files:
+        raise UsageError(f"{folder} has several GGUF files ({', '.join(f.name for f in files[:3])} ...): name one of them")
+    raise UsageError(f"{folder} is no model's folder: it has neither a config.json nor a .gguf file")
 
 
 class _Explained:
@@ -101,10 +143,15 @@ class _Explained:
         transformers_logging.set_verbosity(self.verbosity)
         if error is None or not isinstance(error, Exception) or isinstance(error, HSpecError):
             return
-        short = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        short = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")
+        if cache_folder() / "targets" in Path(self.source).parents:
+            raise HSpecError(
+                f"the converted model in {self.source} is damaged ({short}): delete that folder, it is made again"
+            ) from error
         if Path(self.source).is_dir() or Path(self.source).is_file():
             raise HSpecError(
-                f"cannot load a model from {self.source}: {short}. Is it complete, and a causal language model?"
+                f"cannot load a model from {self.source}: {short}. Its files are damaged or incomplete, or it is no causal "
+                f"language model: fetch it again"
             ) from error
         raise UsageError(
             f"no target {self.source!r}: it is no folder or .gguf file here, not one of the packaged names "
@@ -116,13 +163,17 @@ def _load_folder(source: str, dtype: torch.dtype) -> tuple[Any, Any]:
     with _Explained(source):
         config = AutoConfig.from_pretrained(source)
         _check_family(config, source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
+        model, report = loaded
+        lacking = sorted(report["missing_keys"])
+        if lacking:  # transformers would go on with random weights in their place
+            raise HSpecError(
+                f"{source} lacks {len(lacking)} weights of its model, {lacking[0]} the first: the checkpoint is incomplete, fetch it again"
+            )
         return model, AutoTokenizer.from_pretrained(source)
 
 
 def _load_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    if not path.exists():
-        raise UsageError(f"no file {path}")
     with _Explained(str(path)):
         where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
         quantised = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype)
@@ -160,16 +211,16 @@ def _smollm2_folder() -> Path:
         "license": "Apache-2.0",
     }
     try:
-        with _Explained(str(gguf)):
-            model.save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
+        transformers_logging.disable_progress_bar()
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
         (temporary / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
         shutil.rmtree(folder, ignore_errors=True)
         temporary.replace(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
         shutil.rmtree(temporary, ignore_errors=True)
         raise HSpecError(
-            f"cannot write the converted model to {folder}: {error}; it takes 540 MB (HSPEC_CACHE moves it)"
+            f"cannot write the converted model to {folder}: {reason(error)}; it takes 540 MB (HSPEC_CACHE moves it)"
         ) from error
     return folder
 

@@ -7,6 +7,7 @@ it was.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from hspec.decoding.randomness import Purpose, sample, uniform
 from hspec.errors import HSpecError
+from hspec.files import drop_cut_line, reason
 from hspec.targets.target import Target
 from hspec.training.prompts import Prompt
 
@@ -31,6 +33,12 @@ class AnswerSettings:
     max_prompt_tokens: int = 320
     seed: int = 0
     batch: int = 128
+
+    @property
+    def key(self) -> str:
+        """What decides an answer besides target and prompt, as 8 hex digits: answers drawn otherwise are kept apart."""
+        deciding = {"temperatures": self.temperatures, "max_tokens": self.max_tokens, "seed": self.seed}
+        return hashlib.sha256(json.dumps(deciding).encode()).hexdigest()[:8]
 
     def temperature(self, prompt: Prompt) -> float:
         return self.temperatures[int(prompt.id[8:16], 16) % len(self.temperatures)]
@@ -58,8 +66,8 @@ def write_answers(
     done = answered_ids(path)
     todo = [p for p in prompts if p.id not in done]
     answers = tokens = 0
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             for record in _answer(target, todo, settings):
                 file.write(json.dumps(record) + "\n")
@@ -69,32 +77,38 @@ def write_answers(
                     on_answer(answers, tokens)
     except OSError as error:
         raise HSpecError(
-            f"cannot write answers to {path}: {error}. What was written is kept; free some space and go on"
+            f"cannot write answers to {path}: {reason(error)}. What was written is kept; free some space and go on"
         ) from error
     return answers
 
 
 def answered_ids(path: Path) -> set[str]:
-    """Ids of the answers a file holds; a last line that an interruption cut short is dropped from the file."""
-    if not path.exists():
-        return set()
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        with path.open("r+b") as file:
-            file.truncate(whole)
-    return {json.loads(line)["id"] for line in data[:whole].splitlines()}
+    """Ids of the answers a file holds; a last line that an interruption cut short is dropped from the file.
+
+    Raises:
+        HSpecError: the file cannot be read, or another line is damaged.
+    """
+    ids: set[str] = set()
+    try:
+        lines = drop_cut_line(path).splitlines()
+    except OSError as error:
+        raise HSpecError(f"cannot read the answers in {path}: {reason(error)}") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            ids.add(json.loads(line)["id"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise HSpecError(f"{path}, line {number}: not an answer record ({error!r}): remove that line") from error
+    return ids
 
 
 @torch.no_grad()
 def _answer(target: Target, prompts: Sequence[Prompt], settings: AnswerSettings) -> Iterator[dict[str, Any]]:
     """The batch: rows in use are a prefix of the cache's rows; a finished row is refilled, or closed by the last one."""
-    queue = _tokenised(target, prompts, settings)
-    capacity = settings.max_prompt_tokens + settings.max_tokens
-    cache = target.new_cache(settings.batch, capacity)
+    queue, batch = _tokenised(target, prompts, settings), min(settings.batch, len(prompts))
+    cache = target.new_cache(batch, min(settings.max_prompt_tokens + settings.max_tokens, target.max_positions))
     rows: list[_Row] = []
     while True:
-        while len(rows) < settings.batch and (following := next(queue, None)) is not None:
+        while len(rows) < batch and (following := next(queue, None)) is not None:
             rows.append(_admit(target, cache.rows(len(rows), len(rows) + 1), *following, settings))
             cache.lengths[len(rows) - 1] = len(rows[-1].prompt_ids)
         if not rows:
@@ -103,7 +117,7 @@ def _answer(target: Target, prompts: Sequence[Prompt], settings: AnswerSettings)
             row = rows[index]
             row.answer.append(row.anchor)
             ended = row.anchor in target.eos_ids
-            if ended or len(row.answer) == settings.max_tokens:
+            if ended or len(row.answer) == min(settings.max_tokens, target.max_positions - len(row.prompt_ids)):
                 yield _record(target, row, settings, "stop" if ended else "length")
                 last = len(rows) - 1
                 if index != last:
@@ -115,9 +129,11 @@ def _answer(target: Target, prompts: Sequence[Prompt], settings: AnswerSettings)
 
 
 def _tokenised(target: Target, prompts: Sequence[Prompt], settings: AnswerSettings) -> Iterator[tuple[Prompt, list[int]]]:
+    """Those prompts that are short enough, and leave room for an answer."""
+    longest = min(settings.max_prompt_tokens, target.max_positions - 2)
     for prompt in prompts:
         ids = target.template.encode([{"role": "user", "content": prompt.text}])
-        if len(ids) <= settings.max_prompt_tokens:
+        if len(ids) <= longest:
             yield prompt, ids
 
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hspec.errors import HSpecError
+from hspec.errors import HSpecError, UsageError
+from hspec.files import reason
 
 _SHAREGPT_ROLES = {
     "human": "user",
@@ -30,7 +31,8 @@ _SHAREGPT_ROLES = {
     "system": "system",
 }
 _ROLES = ("system", "user", "assistant", "tool")
-_RECORD_START = re.compile(r'\{\s*"id"\s*:')
+_ARRAY = re.compile(r"\s*\[\s*(\{|\]|$)")
+_RECORD_START = re.compile(r'\{\s*"(id|conversations|messages|prompt|turns)"\s*:')
 
 
 @dataclass(frozen=True)
@@ -81,15 +83,18 @@ def read_conversations(path: str | Path, max_bad_fraction: float = 0.5) -> tuple
     Bad records are left out and reported, not fatal, unless they are more than ``max_bad_fraction`` of the file.
 
     Raises:
-        HSpecError: the file is missing, not text, or gives nothing usable.
+        UsageError: there is no such file.
+        HSpecError: it cannot be read, is not text, or gives nothing usable.
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
-        raise HSpecError(f"no data file at {path}: check the path given to --data") from error
+        raise UsageError(f"no data file at {path}: check the path given to --data") from error
     except (UnicodeDecodeError, IsADirectoryError) as error:
         raise HSpecError(f"{path} is not a UTF-8 text file ({error}): give JSONL, ShareGPT JSON or plain text") from error
+    except OSError as error:
+        raise HSpecError(f"cannot read the data file {path}: {reason(error)}") from error
     report = ReadReport(str(path))
     found: list[Conversation] = []
     for where, record in _records(text, path.suffix, report):
@@ -109,10 +114,11 @@ def read_conversations(path: str | Path, max_bad_fraction: float = 0.5) -> tuple
 
 def _records(text: str, suffix: str, report: ReadReport) -> Iterator[tuple[str, Any]]:
     head = text.lstrip()[:1]
-    if head == "[":
+    if _ARRAY.match(text):
         yield from _array_records(text, report)
     elif head == "{" or suffix in (".jsonl", ".ndjson"):
-        for number, line in enumerate(text.splitlines(), 1):
+        # Not splitlines(): it also breaks at U+2028 and the like, which JSON strings may have as they are.
+        for number, line in enumerate(text.split("\n"), 1):
             if not line.strip():
                 continue
             try:
@@ -120,7 +126,7 @@ def _records(text: str, suffix: str, report: ReadReport) -> Iterator[tuple[str, 
             except json.JSONDecodeError as error:
                 report.bad.append(f"line {number}: not JSON ({error.msg} at column {error.colno})")
     else:
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
                 yield f"line {number}", {"prompt": line.strip()}
 
@@ -161,9 +167,10 @@ def _conversation(record: Any) -> Conversation:
         turns = [_message(m, "from", "value") for m in _list(record, "conversations")]
         return Conversation.of([{**m, "role": _SHAREGPT_ROLES.get(m["role"], m["role"])} for m in turns], id)
     if "turns" in record:
-        return Conversation.of([{"role": "user", "content": str(t)} for t in _list(record, "turns")], id)
+        turns = [{"role": "user", "content": t} for t in _list(record, "turns")]
+        return Conversation.of([_message(m, "role", "content") for m in turns], id)
     if isinstance(record.get("prompt"), str):
-        return Conversation.of([{"role": "user", "content": record["prompt"]}], id)
+        return Conversation.of([_message({"role": "user", "content": record["prompt"]}, "role", "content")], id)
     raise ValueError('none of "messages", "conversations", "turns", "prompt" in it')
 
 
@@ -179,4 +186,8 @@ def _message(message: Any, role: str, content: str) -> dict[str, str]:
     known = message[role] in (_ROLES if role == "role" else _SHAREGPT_ROLES)
     if not known:
         raise ValueError(f"unknown role {message[role]!r}")
+    try:
+        message[content].encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half of a surrogate pair at character {error.start} of a message") from error
     return {"role": message[role], "content": message[content]}

@@ -77,8 +77,13 @@ def initialise(
             _copy_mlp(layer, norm, target, layer_id)
     final = target.model.model.norm.weight
     if final.shape == drafter.norm.weight.shape:
-        _copy(drafter.norm.weight, final * FINAL_NORM_SCALE)
+        _copy(drafter.norm.weight, _scale(target, final) * FINAL_NORM_SCALE)
     return drafter
+
+
+def _scale(target: Target, weight: Tensor) -> Tensor:
+    """What a norm of the target multiplies with: Gemma stores it less one."""
+    return weight.float() + 1.0 if target.config.model_type.startswith("gemma") else weight.float()
 
 
 def _copy(parameter: Tensor, source: Tensor) -> None:
@@ -93,11 +98,11 @@ def _copy_attention(layer: PrefixAttention, norm: nn.Module, target: Target, lay
         linear = getattr(layer, name)
         if source.shape == linear.weight.shape:
             _copy(linear.weight, source)
-    _copy(norm.weight, weights["input_layernorm.weight"])  # type: ignore[arg-type]
+    _copy(norm.weight, _scale(target, weights["input_layernorm.weight"]))  # type: ignore[arg-type]
     for name in ("q_norm", "k_norm"):
         own = getattr(layer, name)
         if f"self_attn.{name}.weight" in weights:
-            _copy(own.weight, weights[f"self_attn.{name}.weight"])
+            _copy(own.weight, _scale(target, weights[f"self_attn.{name}.weight"]))
         elif sample is not None and not isinstance(own, nn.Identity):
             _copy(own.weight, _projection_rms(target, layer_id, sample, weights, name[0], layer.config.head_dim))
 
@@ -107,9 +112,8 @@ def _projection_rms(
 ) -> Tensor:
     """RMS over heads and positions of the target's q or k before RoPE, the same for both halves of a rotated pair: ``[d]``."""
     tap = target.forward(sample.to(target.device), target.new_cache(1, sample.shape[1]), [layer_id]).taps[:, :, 0].float()
-    normed = torch.nn.functional.rms_norm(
-        tap, tap.shape[-1:], weights["input_layernorm.weight"].float(), target.config.rms_norm_eps
-    )
+    weight = _scale(target, weights["input_layernorm.weight"])
+    normed = torch.nn.functional.rms_norm(tap, tap.shape[-1:], weight, target.config.rms_norm_eps)
     projected = (normed @ weights[f"self_attn.{which}_proj.weight"].float().T).view(-1, head_dim)
     square = projected.square().mean(0)
     half = (square[: head_dim // 2] + square[head_dim // 2 :]) / 2
@@ -122,4 +126,6 @@ def _copy_mlp(layer: GatedMLP, norm: nn.Module, target: Target, layer_id: int) -
         return
     for name in ("gate_proj", "up_proj", "down_proj"):
         _copy(getattr(layer, name).weight, weights[f"mlp.{name}.weight"])
-    _copy(norm.weight, weights["post_attention_layernorm.weight"])  # type: ignore[arg-type]
+    before = "pre_feedforward_layernorm.weight"  # Gemma's; its post_attention_layernorm is behind the attention
+    source = weights[before] if before in weights else weights["post_attention_layernorm.weight"]
+    _copy(norm.weight, _scale(target, source))  # type: ignore[arg-type]

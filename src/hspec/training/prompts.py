@@ -52,11 +52,13 @@ def clean_prompts(
     """Keep the distinct English first turns of ``min_tokens`` to ``max_tokens`` tokens, in a hash order.
 
     Near-duplicates (the same first 100 normalised characters, as shared prompt templates have) count as duplicates:
-    otherwise the held-out part would contain what was trained on. The order is that of the ids, so that a prefix of
+    otherwise the held-out part would contain what was trained on. The first one stands for all, even where its length leaves
+    it out, so that other limits never bring in another of them. The order is that of the ids, so that a prefix of
     the list is a random sample, the same on every machine.
     """
     report = CleaningReport()
-    kept: dict[str, Prompt] = {}
+    kept: list[Prompt] = []
+    met: set[str] = set()
     for conversation in conversations:
         report.seen += 1
         text = conversation.first_user_turn
@@ -68,15 +70,16 @@ def clean_prompts(
             report.not_english += 1
             continue
         key = normalised(text)[:100]
-        if key in kept:
+        if key in met:
             report.duplicate += 1
             continue
+        met.add(key)
         if not min_tokens <= count_tokens(text) <= max_tokens:
             report.length += 1
             continue
         digest = hashlib.sha256(normalised(text).encode()).hexdigest()[:16]
-        kept[key] = Prompt(digest, text)
-    prompts = sorted(kept.values(), key=lambda prompt: prompt.id)
+        kept.append(Prompt(digest, text))
+    prompts = sorted(kept, key=lambda prompt: prompt.id)
     report.kept = len(prompts)
     return prompts, report
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from hspec.drafters.checkpoint import save_drafter
 from hspec.drafters.hspec import HSpecDrafter
-from hspec.errors import HSpecError
+from hspec.errors import HSpecError, UsageError
+from hspec.files import reason
 from hspec.targets.target import Target
 from hspec.training.blocks import BlockBatch, draw_anchors, make_blocks
 from hspec.training.config import TrainConfig
@@ -25,7 +26,6 @@ from hspec.training.objective import LossWeights, SlotStatistics, TargetRows, bl
 
 STATE_FILE = "state.pt"
 LOG_FILE = "log.jsonl"
-_NO_DECAY = ("A_log", "D", "dt_bias", "conv_bias", "mask_embedding", "norm", "bias")
 
 
 @dataclass
@@ -82,15 +82,15 @@ class Trainer:
         self, config: TrainConfig, target: Target, drafter: HSpecDrafter, examples: Sequence[Example],
         held_out: Sequence[Example], folder: Path,
     ):  # fmt: skip
+        config = config.for_block(drafter.config.max_draft)
         self.config, self.target, self.drafter, self.folder = config, target, drafter, folder
-        stages = [s.slots for s in config.growth]
-        drafter.check_k(max(stages))
+        self.slots = max(stage.slots for stage in config.growth)
+        drafter.check_k(self.slots)
         self.stream = ExampleStream(examples, config.batch_tokens, config.seed)
         self.held_out = ExampleStream(held_out, config.batch_tokens, 0) if held_out else None
         self.step = 0
         self.blocks_seen = 0
         self.seconds = 0.0
-        self.best = 0.0
         drafter.train()
         self.optimiser = torch.optim.AdamW(self._groups(), lr=config.learning_rate, betas=config.betas, fused=True)
         self.ema = {name: p.detach().clone() for name, p in drafter.named_parameters()}
@@ -110,7 +110,8 @@ class Trainer:
         norm = nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.clip)
         if not math.isfinite(float(norm)):
             raise HSpecError(
-                f"step {self.step}: gradients are not finite; lower learning_rate and --resume from the last checkpoint"
+                f"step {self.step}: the gradients are not finite, the run has diverged; what {self.folder} holds is from before: "
+                f"start again with a lower learning_rate, from there if you like (--init-from)"
             )
         self.optimiser.step()
         self.step += 1
@@ -175,12 +176,12 @@ class Trainer:
         return torch.bfloat16 if self.config.precision == "bf16" else torch.float32
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Weight decay for matrices only; the Markov head learns faster."""
+        """Weight decay for matrices only: norms, biases, A_log, D, dt_bias and the mask embedding are vectors, and have none.
+        The Markov head learns faster."""
         c = self.config
         groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
         for name, p in self.drafter.named_parameters():
-            plain = any(part in name.rsplit(".", 2)[-2] or name.endswith(part) for part in _NO_DECAY) if "." in name else True
-            groups.setdefault((plain or p.dim() < 2, name.startswith("markov")), []).append(p)
+            groups.setdefault((p.dim() < 2, name.startswith("markov.")), []).append(p)
         return [
             {
                 "params": parameters,
@@ -205,14 +206,18 @@ class Trainer:
                 report(self._log("train", meter, meter.blocks / (now - last_report)))
                 meter, last_report = Meter(), now
             if now - last_check > self.config.validate_minutes * 60:
-                report(self.validate())
+                self._check(report)
                 last_check = time.monotonic()
             if now - last_save > self.config.save_minutes * 60:
                 self.save()
                 last_save = time.monotonic()
         if self.step == self.config.steps:
-            report(self.validate())
+            self._check(report)
         self.save()
+
+    def _check(self, report: Callable[[dict[str, Any]], None]) -> None:
+        if self.held_out is not None:
+            report(self.validate())
 
     @torch.no_grad()
     def validate(self, max_batches: int = 16) -> dict[str, Any]:
@@ -224,7 +229,7 @@ class Trainer:
         try:
             self._load(self.ema)
             for index in range(min(max_batches, self.held_out.batches_per_epoch)):
-                blocks = self._blocks(self.held_out.batch(index), max(s.slots for s in self.config.growth), 0.25, index)
+                blocks = self._blocks(self.held_out.batch(index), self.slots, 0.25, index)
                 loss, slots, stats = self.loss(blocks, LossWeights(self.config.ce, 0.0, 1 - self.config.ce))
                 meter.add(float(loss), slots, stats, 0)
         finally:
@@ -242,9 +247,14 @@ class Trainer:
             "seconds": round(self.seconds, 1), "blocks_per_second": round(rate, 1),
             "slots": self.config.stage(min(self.step, self.config.steps - 1)).slots, **meter.report(),
         }  # fmt: skip
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / LOG_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / LOG_FILE).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise HSpecError(
+                f"cannot write {self.folder / LOG_FILE}: {reason(error)}. The last saved state is whole: free some space and --resume"
+            ) from error
         return record
 
     # -- state ---------------------------------------------------------------------------------------------------
@@ -262,6 +272,7 @@ class Trainer:
             "blocks": self.blocks_seen,
             "seconds": self.seconds,
             "draft_ids": self.drafter.draft_ids,
+            "data": self.stream.fingerprint(),
         }
         temporary = self.folder / (STATE_FILE + ".partial")
         try:
@@ -270,27 +281,50 @@ class Trainer:
         except (OSError, RuntimeError) as error:
             temporary.unlink(missing_ok=True)
             raise HSpecError(
-                f"cannot write the training state to {self.folder}: {error}. The last one is still whole"
+                f"cannot write the training state to {self.folder}: {reason(error)}. The last one is still whole: free some space "
+                f"and --resume"
             ) from error
 
     def resume(self) -> None:
         """Go on from what :meth:`save` wrote; every later step is the same as if the run had not stopped.
 
         Raises:
-            HSpecError: nothing to resume from, a damaged state, or one of another configuration.
+            UsageError: nothing to resume from.
+        HSpecError: a damaged state, or one of another configuration, drafter or data.
         """
         path = self.folder / STATE_FILE
         if not path.exists():
-            raise HSpecError(f"nothing to resume: {path} is not there; start without --resume")
+            raise UsageError(f"nothing to resume: {path} is not there; start without --resume")
         try:
             state = torch.load(path, map_location=self.target.device, weights_only=True)
         except Exception as error:  # torch raises many types for a damaged archive
-            raise HSpecError(f"{path} is damaged ({error}); start again with --init-from {self.folder}") from error
+            raise HSpecError(
+                f"{path} is damaged ({_first_line(error)}): train on from the drafter beside it, with --init-from {self.folder} and "
+                f"another --out"
+            ) from error
+        if not isinstance(state, dict) or state.get("format") != 1:
+            raise HSpecError(f"{path} is no training state that this version can read: start anew in another folder")
         if TrainConfig.model_validate(state["config"]) != self.config:
             raise HSpecError(
                 f"{path} belongs to a run with other settings: resume with the settings saved there, or start anew"
             )
-        self.drafter.load_state_dict(state["drafter"])
-        self.ema = {name: state["ema"][name] for name in self.ema}
-        self.optimiser.load_state_dict(state["optimiser"])
+        if state.get("data", self.stream.fingerprint()) != self.stream.fingerprint():
+            raise HSpecError(
+                f"the training data is not what the run in {self.folder} began with: bring it back, or start another run with "
+                f"--init-from {self.folder}"
+            )
+        if not torch.equal(state["draft_ids"], self.drafter.draft_ids):
+            raise HSpecError(f"{path} is of a drafter with another draft vocabulary than the one in {self.folder}: start anew")
+        try:
+            self.drafter.load_state_dict(state["drafter"])
+            self.ema = {name: state["ema"][name] for name in self.ema}
+            self.optimiser.load_state_dict(state["optimiser"])
+        except (RuntimeError, KeyError, ValueError) as error:
+            raise HSpecError(
+                f"{path} does not fit the drafter in {self.folder} ({_first_line(error)}): start anew in another folder"
+            ) from error
         self.step, self.blocks_seen, self.seconds = state["step"], state["blocks"], state["seconds"]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,78 @@
+"""What is said of targets, drafters and presets, counted from configurations alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hspec.drafters.config import DrafterConfig
+from hspec.errors import HSpecError, UsageError
+from hspec.evaluation.describe import describe, parameters_by_part
+from tests.saved import loaded, save_drafter_for, save_target
+from tests.tiny import tiny_config, tiny_drafter, tiny_target
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_target(tmp_path: Path, family: str) -> None:
+    folder = save_target(tmp_path / "t", family=family)
+    facts = describe(str(folder))
+    assert facts["kind"] == "target" and facts["family"] == family
+    assert (facts["layers"], facts["hidden_size"], facts["heads"], facts["kv_heads"], facts["head_dim"]) == (3, 48, 4, 2, 16)
+    assert facts["kv_bytes_per_token_fp32"] == 3 * 2 * 16 * 2 * 4 == 2 * facts["kv_bytes_per_token_bf16"]
+    matrices = sum(p.numel() for p in tiny_target(family, 3, hidden=48, linears="plain").model.parameters() if p.dim() == 2)  # type: ignore[arg-type]
+    assert facts["parameters"] == matrices == sum(facts["parameters_by_part"].values())
+
+
+def test_a_drafter(tmp_path: Path) -> None:
+    target = loaded(save_target(tmp_path / "t"))
+    facts = describe(str(save_drafter_for(target, tmp_path / "d")))
+    assert facts["kind"] == "drafter" and facts["block"] == "anchor + 5" and facts["kv_bytes_per_token"] == 0
+    assert facts["parameters"] == sum(p.numel() for p in tiny_drafter(target).parameters())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"confidence_head": False},
+        {"markov_rank": 0, "confidence_with_markov": False},
+        {"use_state": False},
+        {"fusion_norm": True},
+    ],
+)
+def test_parts_add_up(changes: dict[str, object]) -> None:
+    target = tiny_target(layers=3, hidden=48)
+    config: DrafterConfig = tiny_config(target, **changes)  # type: ignore[arg-type]
+    parts = parameters_by_part(config)
+    assert sum(parts.values()) == sum(p.numel() for p in tiny_drafter(target, config=config).parameters())
+    assert all(n >= 0 for n in parts.values())
+    assert (parts["state_seed"] == 0) == (not config.use_state)
+    assert (parts["markov_head"] == 0) == (config.markov_rank == 0)
+
+
+def test_presets_need_no_files() -> None:
+    facts = describe("qwen3-8b")
+    assert facts["kind"] == "preset" and facts["target"] == "Qwen/Qwen3-8B" and facts["block"] == "anchor + 7"
+    json.dumps(facts)
+
+
+def test_what_is_none_of_these(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=r"is no model's folder: it has neither a config\.json nor a \.gguf file"):
+        describe(str(tmp_path / "empty"))
+    folder = tmp_path / "other"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(UsageError, match="is of the family 'gpt2'; supported are llama"):
+        describe(str(folder))
+    (folder / "config.json").write_text('{"method": "hspec", "format": 1}')
+    with pytest.raises(HSpecError, match="target: Field required"):
+        describe(str(folder))
+    (folder / "config.json").write_text('{"speculators_model_type": "mamba_attn_hybrid"}')
+    with pytest.raises(UsageError, match="in the layout of speculators"):
+        describe(str(folder))
+    (folder / "config.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(HSpecError, match="is damaged"):
+        describe(str(folder))

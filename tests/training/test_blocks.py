@@ -1,0 +1,149 @@
+"""Where anchors stand, what a block is given, and which of its slots count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hspec.targets.target import Target
+from hspec.training.blocks import Anchors, draw_anchors, make_blocks
+from hspec.training.examples import Batch, Example, collate
+from tests.tiny import tiny_drafter
+
+K = 4
+
+
+def document(length: int, *answers: tuple[int, int], seed: int = 0) -> Example:
+    """Random tokens; supervised in ``start <= t < end`` of every answer."""
+    tokens = torch.randint(3, 200, (length,), generator=torch.Generator().manual_seed(seed + 1000 * length)).tolist()
+    return Example(str(seed), tokens, [any(a <= t < b for a, b in answers) for t in range(length)])
+
+
+DOCUMENTS = [document(23, (6, 11), (13, 23)), document(9, (4, 9), seed=1), document(16, (0, 16), seed=2)]
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def drawn(anchors: Anchors, row: int) -> list[int]:
+    return sorted(anchors.positions[row][anchors.valid[row]].tolist())
+
+
+def candidates(example: Example) -> list[int]:
+    return [p for p in range(1, len(example.tokens) - 1) if example.supervised[p + 1]]
+
+
+def test_every_candidate_is_drawn_once_at_full_density() -> None:
+    anchors = draw_anchors(collate(DOCUMENTS), 1.0, generator())
+    for row, example in enumerate(DOCUMENTS):
+        assert drawn(anchors, row) == candidates(example)
+
+
+@pytest.mark.parametrize("density", [0.01, 0.3, 0.5])
+def test_anchors_are_drawn_without_replacement(density: float) -> None:
+    batch, times = collate(DOCUMENTS), [0] * 23
+    for seed in range(30):
+        anchors = draw_anchors(batch, density, generator(seed))
+        for row, example in enumerate(DOCUMENTS):
+            positions = drawn(anchors, row)
+            assert len(positions) == len(set(positions)) == -(-len(candidates(example)) * density // 1)
+            assert set(positions) <= set(candidates(example))
+        for p in drawn(anchors, 0):
+            times[p] += 1
+    assert all(times[p] for p in candidates(DOCUMENTS[0])) or density == 0.01  # none is left out for ever
+
+
+def test_an_anchor_always_has_a_token_before_it() -> None:
+    """Position 0 has no hidden state to seed a block from."""
+    anchors = draw_anchors(collate([document(5, (0, 5))]), 1.0, generator())
+    assert drawn(anchors, 0) == [1, 2, 3]
+    assert int(anchors.positions.min()) >= 1
+
+
+def test_a_row_without_candidates_has_no_valid_anchor() -> None:
+    batch = Batch(torch.ones(2, 5, dtype=torch.int64), torch.tensor([[False] * 5, [False, False, True, True, False]]))
+    anchors = draw_anchors(batch, 1.0, generator())
+    assert drawn(anchors, 0) == [] and drawn(anchors, 1) == [1, 2]
+    assert int(anchors.positions.min()) >= 1 and int(anchors.positions.max()) < 5
+
+
+def test_the_draw_depends_on_the_generator_alone() -> None:
+    batch = collate(DOCUMENTS)
+    one, two, other = (draw_anchors(batch, 0.4, generator(seed)) for seed in (5, 5, 6))
+    assert torch.equal(one.positions, two.positions) and not torch.equal(one.positions, other.positions)
+
+
+def every_anchor(batch: Batch) -> Anchors:
+    return draw_anchors(batch, 1.0, generator())
+
+
+def test_tokens_rows_and_weights_of_every_slot(target: Target) -> None:
+    batch = collate(DOCUMENTS)
+    anchors = every_anchor(batch)
+    blocks = make_blocks(target, batch, anchors, [1, 3, 5], K)
+    T = batch.tokens.shape[1]
+    for row, example in enumerate(DOCUMENTS):
+        for n, position in enumerate(anchors.positions[row].tolist()):
+            assert int(blocks.context.anchors[row, n]) == example.tokens[position] if anchors.valid[row, n] else True
+            alive = bool(anchors.valid[row, n])
+            for j in range(K):
+                predicted = position + 1 + j
+                alive = alive and predicted < len(example.tokens) and example.supervised[predicted]
+                assert float(blocks.weight[row, n, j]) == float(alive), (row, position, j)
+                if alive:
+                    assert int(blocks.previous[row, n, j]) == example.tokens[predicted - 1]
+                    assert int(blocks.rows[row, n, j]) == row * T + predicted - 1
+    by_position = dict(zip(anchors.positions[0].tolist(), blocks.weight[0].tolist(), strict=True))
+    assert by_position[9] == [
+        1,
+        0,
+        0,
+        0,
+    ]  # the turn ends behind position 10, and the next one's begin does not revive the block
+    assert by_position[14] == [1, 1, 1, 1]
+    assert by_position[20] == [1, 1, 0, 0]  # the document ends behind position 22
+
+
+def test_targets_rows_are_those_that_predict_the_slots_token(target: Target) -> None:
+    batch = collate(DOCUMENTS[:1])
+    blocks = make_blocks(target, batch, every_anchor(batch), [1], K)
+    cache = target.new_cache(1, 23)
+    alone = target.forward(batch.tokens, cache).hidden[0]
+    assert torch.allclose(blocks.hidden, alone, atol=1e-5)
+    position, slot = 15, 2
+    n = blocks.context.positions[0].tolist().index(position)
+    assert torch.equal(blocks.hidden[blocks.rows[0, n, slot]], blocks.hidden[position + slot])
+
+
+def test_the_seed_is_the_state_before_the_anchor(target: Target) -> None:
+    taps, batch = [1, 3, 5], collate(DOCUMENTS)
+    blocks = make_blocks(target, batch, every_anchor(batch), taps, K)
+    for row, example in enumerate(DOCUMENTS):
+        for n, position in enumerate(blocks.context.positions[row].tolist()):
+            if n % 4 or position >= len(example.tokens):
+                continue
+            # Run only what decoding would have run: every token before the anchor.
+            before = torch.tensor([example.tokens[:position]])
+            output = target.forward(before, target.new_cache(1, position), taps)
+            assert torch.allclose(blocks.context.taps[row, n], output.taps[0, -1], atol=1e-4)
+
+
+def test_a_block_in_a_padded_batch_is_the_block_computed_alone(target: Target) -> None:
+    """Nothing leaks from another document, from padding, from behind the anchor, or from another block."""
+    drafter = tiny_drafter(target)
+    taps, batch = list(drafter.config.taps), collate(DOCUMENTS)
+    with torch.no_grad():
+        blocks = make_blocks(target, batch, every_anchor(batch), taps, K)
+        together = drafter.backbone(blocks.context, K + 1)
+        for row, example in enumerate(DOCUMENTS):
+            for n, position in enumerate(blocks.context.positions[row].tolist()):
+                if position >= len(example.tokens) or n % 3:
+                    continue
+                alone = collate([Example("", example.tokens[: position + 1], [True] * (position + 1))])
+                one = Anchors(torch.tensor([[position]]), torch.tensor([[True]]))
+                block = make_blocks(target, alone, one, taps, K)
+                hidden = drafter.backbone(block.context, K + 1)[0, 0]
+                assert torch.allclose(together[row, n], hidden, atol=2e-4), (row, position)
+                if n and bool(blocks.weight[row, n, 0]):
+                    assert not torch.allclose(together[row, n], together[row, n - 1], atol=1e-2)

@@ -1,0 +1,61 @@
+"""What docs/training.md shows works."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import LlamaConfig
+from typer.main import get_command
+
+from hspec.cli import app
+from hspec.training.config import default_growth
+from hspec.training.conversations import read_conversations
+from hspec.training.job import plan, read_job
+from hspec.training.shape import choose_shape
+
+DOC = Path(__file__).parents[2] / "docs" / "training.md"
+
+
+def blocks(language: str) -> list[str]:
+    found = re.findall(rf"^```{language}\n(.*?)^```", DOC.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert found
+    return found
+
+
+def test_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HSPEC_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "first-run.yaml"
+    path.write_text(blocks("yaml")[0])
+    job = read_job(path)
+    assert job.train.growth == default_growth(4)  # the page says that these stages are the default
+    lines = plan(job, tmp_path / "run").lines
+    assert "1 -> 2 -> 4 slots" in lines["steps"] and "at most 2,000 prompts" in lines["data"]
+
+
+def test_the_shape(tmp_path: Path) -> None:
+    path = tmp_path / "my-shape.yaml"
+    path.write_text(blocks("yaml")[1])
+    config = choose_shape(str(path), "it", LlamaConfig(hidden_size=256, num_attention_heads=4, num_hidden_layers=8))
+    raw = yaml.safe_load(blocks("yaml")[1])
+    assert config.pattern == raw["pattern"] and config.max_draft == 7 and config.draft_vocab_size == 8192
+
+
+@pytest.mark.parametrize("index", range(len(blocks("json"))))
+def test_the_data(index: int, tmp_path: Path) -> None:
+    text = blocks("json")[index]
+    (tmp_path / "a.jsonl").write_text(text)
+    found, report = read_conversations(tmp_path / "a.jsonl")
+    assert len(found) == len(text.splitlines()) and not report.bad
+
+
+def test_the_commands_have_these_options() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    lines = [line.split("#")[0].split() for block in blocks("sh") for line in block.splitlines()]
+    assert len(lines) >= 6
+    for words in lines:
+        assert words[0] == "hspec"
+        known = {name for parameter in commands[words[1]].params for name in parameter.opts}
+        assert {w for w in words if w.startswith("--")} <= known, words
