@@ -120,27 +120,15 @@ def demo(
     Examples:  hspec demo   |   hspec demo -k 3 --max-tokens 64   |   hspec demo --json
     """
     from hspec.evaluation import demo as job
-    from hspec.evaluation.marking import MarkedStream
+    from hspec.evaluation.marking import DemoView
     from hspec.targets.sources import load_reference
 
     console = _console(as_json)
     console.print(f"Loading {escape(target)} (the first time it is fetched and converted) ...")
     loaded, draft = _load(target, drafter, False, "cpu", "float32", threads)
     reference, _ = load_reference(target)
-    stream = MarkedStream(console)
-
-    def show(index: int, kind: str, step: Any) -> None:
-        if show.at != (index, kind):  # type: ignore[attr-defined]
-            show.at = (index, kind)  # type: ignore[attr-defined]
-            if kind == "h-spec":
-                console.print(f"\n\n[bold]{job.PROMPTS[index]}[/bold]")
-                console.print("[dim]with H-Spec; accepted draft tokens are marked:[/dim]")
-            else:
-                console.print("\n[dim]without drafting:[/dim]")
-        stream.show(step, loaded.tokenizer.decode)
-
-    show.at = None  # type: ignore[attr-defined]
-    report = job.run(loaded, draft, reference, k or draft.max_draft, max_tokens, show)
+    view = DemoView(console, job.PROMPTS, loaded.tokenizer.decode)
+    report = job.run(loaded, draft, reference, k or draft.max_draft, max_tokens, view.show)
     numbers = {"target": loaded.name, "k": k or draft.max_draft, **report.numbers()}
     if as_json:
         print(json.dumps(numbers))
