@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hspec.drafters.config import DrafterConfig
 from hspec.errors import HSpecError, UsageError
-from hspec.evaluation.describe import describe, parameters_by_part
+from hspec.evaluation.describe import describe
 from tests.saved import loaded, save_drafter_for, save_target
-from tests.tiny import tiny_config, tiny_drafter, tiny_target
+from tests.tiny import tiny_drafter, tiny_target
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -30,26 +29,6 @@ def test_a_drafter(tmp_path: Path) -> None:
     facts = describe(str(save_drafter_for(target, tmp_path / "d")))
     assert facts["kind"] == "drafter" and facts["block"] == "anchor + 5" and facts["kv_bytes_per_token"] == 0
     assert facts["parameters"] == sum(p.numel() for p in tiny_drafter(target).parameters())
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"confidence_head": False},
-        {"markov_rank": 0, "confidence_with_markov": False},
-        {"use_state": False},
-        {"fusion_norm": True},
-    ],
-)
-def test_parts_add_up(changes: dict[str, object]) -> None:
-    target = tiny_target(layers=3, hidden=48)
-    config: DrafterConfig = tiny_config(target, **changes)  # type: ignore[arg-type]
-    parts = parameters_by_part(config)
-    assert sum(parts.values()) == sum(p.numel() for p in tiny_drafter(target, config=config).parameters())
-    assert all(n >= 0 for n in parts.values())
-    assert (parts["state_seed"] == 0) == (not config.use_state)
-    assert (parts["markov_head"] == 0) == (config.markov_rank == 0)
 
 
 def test_presets_need_no_files() -> None:

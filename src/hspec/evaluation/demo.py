@@ -22,7 +22,7 @@ PROMPTS = (
     "Write a Python function that returns the n-th Fibonacci number, and explain how it works.",
     "Write a short, polite email to a colleague to move our meeting from Monday to Wednesday.",
 )
-"""Fixed before any drafter was trained."""
+"""Fixed before a drafter had answered any of them, and never chosen by how well one does."""
 
 
 @dataclass

@@ -20,9 +20,9 @@ from hspec.drafters.checkpoint import load_drafter as load_checkpoint
 from hspec.drafters.checkpoint import read_config
 from hspec.drafters.config import DrafterConfig, Strict
 from hspec.drafters.hspec import HSpecDrafter
+from hspec.drafters.parameters import parameters_by_part
 from hspec.drafters.presets import PRESETS
 from hspec.errors import HSpecError, UsageError
-from hspec.evaluation.describe import parameters_by_part
 from hspec.files import reason, write_text
 from hspec.targets.packaged import SHAREGPT, fetch
 from hspec.targets.packing import has_bf16_products
