@@ -25,12 +25,13 @@ lint: $(STAMP)
 wheel: $(STAMP)
 	$(BIN)/python -m pip wheel --no-deps -w dist .
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt requirements-oracle.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed, $(PYTHON) is older: set PYTHON=python3.12, say"; exit 1; }
 	@$(PYTHON) -m venv .venv || { echo "cannot make .venv: on Debian or Ubuntu, apt install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --no-deps -r requirements-oracle.txt
 	@touch $(STAMP)
 
 clean:

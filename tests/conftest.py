@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hspec.drafters.hspec import HSpecDrafter
+from hspec.drafters.parallel import ParallelDrafter
 from hspec.targets.target import Target
 from tests.tiny import tiny_drafter, tiny_target
 
@@ -28,6 +28,6 @@ def qwen_target() -> Target:
 
 
 @pytest.fixture
-def drafter(target: Target) -> HSpecDrafter:
+def drafter(target: Target) -> ParallelDrafter:
     """A random drafter for ``target``, new for each test."""
     return tiny_drafter(target)

@@ -9,7 +9,7 @@ import pytest
 import hspec
 from hspec.api import drafter_folder, generate, load_drafter, make_request, shipped_drafter, stream
 from hspec.decoding.params import SamplingParams
-from hspec.drafters.hspec import HSpecDrafter
+from hspec.drafters.parallel import ParallelDrafter
 from hspec.errors import HSpecError, UsageError
 from hspec.targets.sources import SMOLLM2_NAME
 from hspec.targets.target import Target
@@ -18,7 +18,7 @@ from tests.saved import save_drafter_for
 PARAMS = SamplingParams(max_tokens=8)
 
 
-def test_one_prompt_or_many(target: Target, drafter: HSpecDrafter) -> None:
+def test_one_prompt_or_many(target: Target, drafter: ParallelDrafter) -> None:
     one = generate(target, "hello", drafter, k=3, params=PARAMS)
     assert len(one) == 1 and len(one[0].tokens) <= 8
     both = generate(target, ["hello", "and more"], drafter, params=PARAMS)
@@ -31,7 +31,7 @@ def test_messages(target: Target) -> None:
     assert generate(target, talk, params=PARAMS)[0].tokens != generate(target, "hello", params=PARAMS)[0].tokens
 
 
-def test_streaming_gives_the_text_in_pieces(target: Target, drafter: HSpecDrafter) -> None:
+def test_streaming_gives_the_text_in_pieces(target: Target, drafter: ParallelDrafter) -> None:
     steps = list(stream(target, "hello", drafter, params=PARAMS))
     (result,) = generate(target, "hello", params=PARAMS)
     assert "".join(s.text for s in steps) == result.text

@@ -43,7 +43,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_drafter_for(tiny_target(layers=3, hidden=48, kv_heads=4), place / "other-heads")
     save_target(place / "no-template", chat_template=False)
     write_exchanges(place / "data.jsonl", 60)
-    (place / "tiny.yaml").write_text("{fusion_rank: 16, intermediate_size: 32, block_size: 3, markov_rank: 4}")
+    (place / "tiny.yaml").write_text("{fusion_rank: 16, intermediate_size: 32, block_size: 3, head: {kind: markov, rank: 4}}")
 
     for name, file, change in (
         ("truncated-drafter", "drafter/drafter.safetensors", lambda b: b[: len(b) // 2]),

@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from hspec.drafters.checkpoint import build_drafter
-from hspec.drafters.config import AttentionConfig, DrafterConfig, MambaConfig, TargetIdentity
-from hspec.drafters.hspec import HSpecDrafter
+from hspec.drafters.config import AttentionConfig, MambaConfig, MarkovConfig, ParallelConfig, TargetIdentity
+from hspec.drafters.heads.markov import MarkovHead
+from hspec.drafters.parallel import ParallelDrafter
 from hspec.targets.target import Target
 from hspec.targets.template import ChatTemplate
 
@@ -125,9 +126,10 @@ def tiny_config(
     draft_vocab: int = 160,
     window: int | None = 12,
     markov_rank: int = 8,
+    context: Literal["target", "features", "none"] = "target",
     **overrides: Any,
-) -> DrafterConfig:
-    """A valid configuration for ``target``; ``overrides`` are further fields of :class:`DrafterConfig`."""
+) -> ParallelConfig:
+    """A valid configuration for ``target``; ``overrides`` are further fields of :class:`ParallelConfig`."""
     config, layers = target.config, len(target.layers)
     attentions = list(pattern).count("attention")
     fields: dict[str, Any] = {
@@ -147,6 +149,7 @@ def tiny_config(
         "block_size": block_size,
         "mamba": MambaConfig(heads=4, head_dim=8, state_dim=4, groups=2),
         "attention": AttentionConfig(
+            context=context,
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_dim=target.head_dim,
@@ -157,17 +160,24 @@ def tiny_config(
         "kv_layers": [layers - attentions + i for i in range(attentions)],
         "fusion_rank": target.hidden_size,
         "draft_vocab_size": min(draft_vocab, target.vocab_size),
-        "markov_rank": markov_rank,
+        "head": MarkovConfig(rank=markov_rank) if markov_rank else None,
     }
-    return DrafterConfig(**(fields | overrides))
+    return ParallelConfig(**(fields | overrides))
 
 
-def tiny_drafter(target: Target, seed: int = 0, config: DrafterConfig | None = None, **settings: Any) -> HSpecDrafter:
+def tiny_drafter(target: Target, seed: int = 0, config: ParallelConfig | None = None, **settings: Any) -> ParallelDrafter:
     """A random drafter for ``target``, frozen and in eval mode; ``settings`` go to :func:`tiny_config`.
 
     Its draft vocabulary leaves out the highest ids but keeps the special tokens, so that ids outside of it exist.
     """
     config = config or tiny_config(target, **settings)
     drafter = build_drafter(config, target, torch.arange(config.draft_vocab_size))
+    assert isinstance(drafter, ParallelDrafter)
     randomise(drafter, seed + 1)
     return drafter.eval().requires_grad_(False)
+
+
+def markov_bias(drafter: ParallelDrafter, previous: Tensor) -> Tensor:
+    """What a Markov head adds to the logits behind these tokens: ``[...]`` -> ``[..., draft vocabulary]``."""
+    assert isinstance(drafter.causal, MarkovHead)
+    return drafter.causal.w2(drafter.causal.embed(previous))

@@ -10,7 +10,7 @@ from hspec.decoding.engine import Engine, Step
 from hspec.decoding.params import SamplingParams
 from hspec.decoding.sequence import Request, Result
 from hspec.drafters.checkpoint import load_drafter as load_checkpoint
-from hspec.drafters.hspec import HSpecDrafter
+from hspec.drafters.drafter import Drafter
 from hspec.errors import UsageError
 from hspec.targets.sources import ALIASES, SMOLLM2_NAME
 from hspec.targets.target import Target
@@ -61,7 +61,7 @@ def _from_hub(source: str) -> Path:
         ) from error
 
 
-def load_drafter(source: str | Path | None, target: Target) -> HSpecDrafter:
+def load_drafter(source: str | Path | None, target: Target) -> Drafter:
     """Load a drafter for inference on ``target``; ``source`` is a folder, a hub id, or None for the one that ships.
 
     Raises:
@@ -79,7 +79,7 @@ def make_request(target: Target, prompt: Prompt, params: SamplingParams) -> Requ
 
 
 def generate(
-    target: Target, prompts: Prompt | list[str], drafter: HSpecDrafter | None = None, k: int | None = None,
+    target: Target, prompts: Prompt | list[str], drafter: Drafter | None = None, k: int | None = None,
     params: SamplingParams | None = None,
 ) -> list[Result]:  # fmt: skip
     """Answer one prompt or a list of user turns; a list of results in their order."""
@@ -90,7 +90,7 @@ def generate(
 
 
 def stream(
-    target: Target, prompt: Prompt, drafter: HSpecDrafter | None = None, k: int | None = None,
+    target: Target, prompt: Prompt, drafter: Drafter | None = None, k: int | None = None,
     params: SamplingParams | None = None,
 ) -> Iterator[Step]:  # fmt: skip
     """Answer one prompt step by step; each step has its new text, its tokens, and which of them were drafted."""

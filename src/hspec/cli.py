@@ -320,6 +320,7 @@ def train(
         str | None,
         typer.Option(help="auto (fits any target), a preset's name (see 'hspec info PRESET') or a YAML or JSON file."),
     ] = None,
+    method: Annotated[str | None, typer.Option(help="hspec, or another drafter of 'hspec methods'.")] = None,
     data: Annotated[list[str] | None, typer.Option(help="JSONL, ShareGPT JSON or text; 'sharegpt' is packaged.")] = None,
     own_answers: Annotated[bool | None, typer.Option("--own-answers/--given-answers", help="Who answers the prompts.")] = None,
     max_prompts: Annotated[int | None, typer.Option(help="Use at most so many prompts.")] = None,
@@ -332,7 +333,7 @@ def train(
     device: DeviceOption = "cpu",
     threads: ThreadsOption = None,
 ) -> None:
-    """Train an H-Spec drafter. Ctrl-C saves; --resume goes on.
+    """Train a drafter, H-Spec or another method. Ctrl-C saves; --resume goes on.
 
     Examples:  hspec train --out my-drafter --steps 2000   |   hspec train --config first-run.yaml --dry-run
     |   hspec train --out my-drafter --resume
@@ -347,7 +348,7 @@ def train(
     _check_device(device)
     if resume:
         given = {
-            "--config": config, "--target": target, "--preset": preset, "--data": data, "--own-answers": own_answers,
+            "--config": config, "--target": target, "--preset": preset, "--method": method, "--data": data, "--own-answers": own_answers,
             "--max-prompts": max_prompts, "--init-from": init_from, "--steps": steps, "--precision": precision, "--seed": seed,
         }  # fmt: skip
         if any(value is not None for value in given.values()):
@@ -358,7 +359,7 @@ def train(
     else:
         settings = jobs.read_job(config) if config else jobs.Job()
         settings = jobs.override(
-            settings, target=target, preset=preset, data=data, own_answers=own_answers, max_prompts=max_prompts,
+            settings, target=target, preset=preset, method=method, data=data, own_answers=own_answers, max_prompts=max_prompts,
             init_from=init_from, train={"steps": steps, "precision": precision, "seed": seed},
         )  # fmt: skip
     console = Console(highlight=False)

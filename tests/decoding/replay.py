@@ -72,6 +72,9 @@ class ReplayDrafter:
         output = target.forward(torch.tensor([text]), cache, self.taps)
         return [keys[0] for keys in cache.keys], output.taps[0]
 
+    memory_shape = None
+    reads_history = False
+
     def propose(self, context: DraftContext, k: int, choose: Chooser) -> Draft:
         assert 1 <= k <= self.max_draft
         assert context.positions.shape == context.anchors.shape == (len(context.kv.lengths), 1)
@@ -129,6 +132,8 @@ class SelfDrafter:
     """Drafts with the target itself, token by token: q is p, so that all is accepted at any temperature."""
 
     taps: Sequence[int] = ()
+    memory_shape = None
+    reads_history = False
 
     def __init__(self, target: Target, max_draft: int = 4):
         self.target, self.max_draft, self.draft_ids = target, max_draft, torch.arange(target.vocab_size)

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hspec.decoding.engine import Drafter, Engine, Step
 from hspec.decoding.params import SamplingParams
 from hspec.decoding.sequence import Counters, Request, Result
+from hspec.decoding.state import DecodingState
 from hspec.errors import UsageError
 from hspec.targets.target import Target
 from hspec.targets.template import ChatTemplate
@@ -423,10 +424,10 @@ def test_a_neighbour_at_its_limit_changes_nothing(short: Target, kind: str) -> N
 @pytest.mark.parametrize("kind", ["none", "noise", "hspec"])
 def test_a_kept_cache_gives_the_same_text(short: Target, kind: str, temperature: float) -> None:
     """A dialogue: every prompt begins with the last prompt and answer, or with a part of them."""
-    cache = short.new_cache(1, short.max_positions)
     [first] = prompts(9)
     more, other = prompts(5, 30)
     prompt, kept = first, ()
+    state: DecodingState | None = None
     for extra, keep in [(more, 100), (other[:4], 100), (other, 12), ((7, 8), 0)]:
         [asked] = requests([prompt], max_tokens=9, temperature=temperature, seed=len(prompt))
         drafter: Drafter | None = {
@@ -435,12 +436,13 @@ def test_a_kept_cache_gives_the_same_text(short: Target, kind: str, temperature:
             "hspec": lambda asked=asked: tiny_drafter(short),
         }[kind]()
         engine = Engine(short, drafter)
+        state = state or engine.new_state(1, short.max_positions)
         [fresh] = engine.generate([asked])
         reuse = min(sum(1 for _ in itertools.takewhile(lambda ab: ab[0] == ab[1], zip(kept, prompt))), len(prompt) - 1)
-        result = [step.result for step in engine.stream([asked], cache, reuse)][-1]
+        result = [step.result for step in engine.stream([asked], state, reuse)][-1]
         assert result == fresh
-        assert cache.lengths == [len(prompt) + len(fresh.tokens) - 1]
-        kept = (*prompt, *fresh.tokens)[: cache.lengths[0]]
+        assert state.cache.lengths == [len(prompt) + len(fresh.tokens) - 1]
+        kept = (*prompt, *fresh.tokens)[: state.cache.lengths[0]]
         prompt = (*(*prompt, *fresh.tokens)[:keep], *extra)
 
 
@@ -449,26 +451,27 @@ def test_a_kept_cache_after_an_end_inside_a_block(short: Target) -> None:
     [asked] = requests(prompts(9), max_tokens=20)
     [longer] = Engine(short).generate([asked])
     drafter = ReplayDrafter(short, texts([asked], [longer]))
-    cache = short.new_cache(1, short.max_positions)
+    engine = Engine(short, drafter)
+    state = engine.new_state(1, short.max_positions)
     [cut] = requests(prompts(9), max_tokens=5)
-    for step in Engine(short, drafter).stream([cut], cache):
+    for step in engine.stream([cut], state):
         result = step.result
-    assert result is not None and result.drafted[-1] and cache.lengths == [9 + 5 - 1]
+    assert result is not None and result.drafted[-1] and state.cache.lengths == [9 + 5 - 1]
 
 
 def test_a_kept_cache_is_for_one_request(short: Target) -> None:
     two = requests(prompts(4, 5))
     with pytest.raises(AssertionError, match="one request"):
-        list(Engine(short).stream(two, short.new_cache(2, 48)))
+        list(Engine(short).stream(two, Engine(short).new_state(2, 48)))
     with pytest.raises(AssertionError, match="to reuse"):
-        list(Engine(short).stream(two[:1], short.new_cache(1, 48), reuse=3))
+        list(Engine(short).stream(two[:1], Engine(short).new_state(1, 48), reuse=3))
 
 
 def test_an_interrupted_prefill_leaves_nothing_that_looks_valid(short: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = short.new_cache(1, 48)
+    state = Engine(short).new_state(1, 48)
     [asked] = requests(prompts(20), max_tokens=3)
-    list(Engine(short).stream([asked], cache))
-    monkeypatch.setattr(short, "prefill", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    list(Engine(short).stream([asked], state))
+    monkeypatch.setattr(short, "prefill_chunks", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        list(Engine(short).stream([asked], cache, reuse=6))
-    assert cache.lengths == [6]
+        list(Engine(short).stream([asked], state, reuse=6))
+    assert state.cache.lengths == [6]

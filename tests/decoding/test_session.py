@@ -42,7 +42,7 @@ def fresh(session: Session, text: str, **settings: Any) -> Result:
 def test_every_turn_is_as_if_run_from_the_beginning(target: Target, drafting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(target, ReplayDrafter(target) if drafting else None, system="be brief")
     run: list[int] = []
-    prefill = target.prefill
+    prefill = target.prefill_chunks
 
     def counting(tokens: Tensor, *rest: Any) -> Any:
         run.append(tokens.shape[1])
@@ -51,7 +51,7 @@ def test_every_turn_is_as_if_run_from_the_beginning(target: Target, drafting: bo
     for n, text in enumerate(["hi", "and then?", "well"]):
         wanted = fresh(session, text)
         with monkeypatch.context() as patch:
-            patch.setattr(target, "prefill", counting)
+            patch.setattr(target, "prefill_chunks", counting)
             assert ask(session, text) == wanted
         assert session.messages[-2:] == [
             {"role": "user", "content": text},
@@ -66,11 +66,11 @@ def test_the_cache_grows_with_what_it_holds(target: Target) -> None:
     target.config.max_position_embeddings = 4096
     session = Session(target)
     ask(session, "1" * 500, max_tokens=3)
-    small = session._cache
+    small = session._state
     assert small is not None and small.capacity < 2048
     wanted = fresh(session, "2" * 600, max_tokens=5)
     assert ask(session, "2" * 600, max_tokens=5) == wanted
-    assert session._cache is not small
+    assert session._state is not small
 
 
 def test_an_answer_that_nobody_listens_to_the_end(target: Target) -> None:
@@ -103,15 +103,15 @@ def test_an_interrupted_prefill(target: Target, monkeypatch: pytest.MonkeyPatch)
     session = Session(target)
     ask(session, "hello there")
     messages = list(session.messages)
-    prefill = target.prefill
+    prefill = target.prefill_chunks
 
     def interrupted(*args: Any) -> None:
-        prefill(*args)
+        list(prefill(*args))
         raise KeyboardInterrupt
 
     session.messages.clear()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(target, "prefill", interrupted)
+        patch.setattr(target, "prefill_chunks", interrupted)
         ask(session, "jello, and a lot more than before")
     assert session.messages == []
     session.messages.extend(messages)

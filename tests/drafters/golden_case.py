@@ -14,7 +14,7 @@ from torch import Tensor
 from hspec.drafters.authors import authors_config, convert_weights
 from hspec.drafters.checkpoint import load_weights
 from hspec.drafters.context import DraftContext
-from hspec.drafters.hspec import HSpecDrafter
+from hspec.drafters.parallel import ParallelDrafter
 from hspec.targets.cache import CacheShape, KVCache
 
 FOLDER = Path(__file__).parent / "golden"
@@ -28,7 +28,7 @@ class GoldenCase:
     raw: dict[str, Any]
     """The checkpoint's config.json."""
     tensors: dict[str, Tensor]
-    drafter: HSpecDrafter
+    drafter: ParallelDrafter
     cache: KVCache
     """One row; longer than the inputs, with NaN behind them, so that reading too far shows."""
 
@@ -61,7 +61,7 @@ def load_case(name: str) -> GoldenCase:
     weights = {key[2:]: tensor for key, tensor in tensors.items() if key.startswith("w.")}
     read = convert_weights(weights, config, raw["mask_token_id"])
     assert read.embedding is not None
-    drafter = HSpecDrafter(config, read.embedding, read.head, read.draft_ids)
+    drafter = ParallelDrafter(config, read.embedding, read.head, read.draft_ids)
     load_weights(drafter, read.weights, name)
     cache = KVCache(CacheShape(LAYERS, 2, 16), 1, LENGTH + 32, torch.float32, "cpu")
     for tensor in (*cache.keys, *cache.values):

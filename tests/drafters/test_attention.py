@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hspec.drafters.attention import PrefixAttention, attend
 from hspec.drafters.config import AttentionConfig
-from hspec.drafters.context import DraftContext, Prefix
+from hspec.drafters.context import DraftContext
 from hspec.targets.cache import CacheShape, KVCache
 from hspec.targets.target import Target
 from tests.tiny import randomise, tiny_drafter
@@ -20,7 +20,7 @@ ROPE = {"rope_type": "default", "rope_theta": 100.0}
 
 def make_layer(window: int | None = 5, causal: bool = True) -> PrefixAttention:
     config = AttentionConfig(heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, window=window, causal_block=causal, rope=[ROPE])
-    layer = PrefixAttention(HIDDEN, config, eps=1e-6)
+    layer = PrefixAttention(HIDDEN, config, 0, eps=1e-6)
     randomise(layer, 3)
     return layer.requires_grad_(False)
 
@@ -32,7 +32,7 @@ def flat_rope(B: int, N: int, S: int) -> tuple[Tensor, Tensor]:
 
 def run(layer: PrefixAttention, x: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
     B, N, S, _ = x.shape
-    return layer(x, flat_rope(B, N, S), (keys, values), Prefix.before(positions, layer.config.window))
+    return layer(x, flat_rope(B, N, S), (keys, values), positions)
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, mask: Tensor, causal: bool) -> Tensor:
@@ -141,13 +141,13 @@ def test_first_token_has_no_context() -> None:
     nan = torch.full((1, KV_HEADS, CAPACITY, DIM), float("nan"))
     assert torch.equal(
         run(layer, x, nan, nan, torch.tensor([[0]])),
-        layer(x, flat_rope(1, 1, 4), None, Prefix.before(torch.tensor([[0]]), 5)),
+        layer(x, flat_rope(1, 1, 4), None, torch.tensor([[0]])),
     )
 
 
 def test_without_qk_norm() -> None:
     config = AttentionConfig(heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, qk_norm=False, rope=[ROPE])
-    assert not any("norm" in name for name in PrefixAttention(HIDDEN, config, 1e-6).state_dict())
+    assert not any("norm" in name for name in PrefixAttention(HIDDEN, config, 0, 1e-6).state_dict())
 
 
 # -- the whole drafter over a cache of a target ------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_only_the_reused_layers_are_read(target: Target) -> None:
 
 
 def test_without_target_kv_the_cache_is_not_touched(target: Target) -> None:
-    drafter = tiny_drafter(target, use_target_kv=False)
+    drafter = tiny_drafter(target, context="none")
     cache = KVCache(CacheShape(len(target.layers), 2, 16), 1, CAPACITY, torch.float32, "cpu")
     for tensor in (*cache.keys, *cache.values):
         tensor.fill_(float("nan"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import operator
 import os
 import warnings
 from collections.abc import Callable
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from hspec.drafters.authors import authors_config, convert_weights, is_authors, read_authors, weight_names
 from hspec.drafters.checkpoint import load_drafter, read_config
-from hspec.drafters.config import DrafterConfig
+from hspec.drafters.config import ParallelConfig
 from hspec.drafters.context import DraftContext
-from hspec.drafters.hspec import HSpecDrafter
+from hspec.drafters.parallel import ParallelDrafter
 from hspec.errors import HSpecError, UsageError
 from hspec.targets.target import Target
 from tests.drafters.golden_case import FOLDER, LAYERS, GoldenCase, load_case
@@ -53,7 +54,7 @@ def write(folder: Path, raw: dict[str, Any], weights: dict[str, Tensor]) -> Path
     return folder
 
 
-def layout_of(drafter: HSpecDrafter, vocabulary: int, mask_token: int) -> dict[str, Tensor]:
+def layout_of(drafter: ParallelDrafter, vocabulary: int, mask_token: int) -> dict[str, Tensor]:
     """A drafter's weights as the layout has them."""
     state = drafter.state_dict()
     tensors = {theirs: state[ours].clone() for theirs, ours in weight_names(drafter.config).items()}
@@ -77,7 +78,9 @@ def test_case_a() -> None:
     assert (config.mamba.heads, config.mamba.head_dim, config.mamba.state_dim, config.mamba.groups) == (4, 16, 4, 2)
     assert (config.taps, config.kv_layers, config.fusion_rank) == ([1, 3, 5, 6, 7], [3, 5, 7], 64)
     assert (config.seed_mode, config.markov_rank, config.draft_vocab_size) == ("shared", 8, 128)
-    assert config.confidence_head and config.confidence_with_markov and config.use_state and config.use_target_kv
+    assert (
+        config.confidence_head and config.confidence_with_markov and config.use_state and config.attention.context == "target"
+    )
     assert (config.target.family, config.target.layers, config.target.vocab_size) == ("qwen3", LAYERS, 211)
 
 
@@ -123,7 +126,7 @@ def test_window_and_block_rule(change: Change, window: int | None, causal: bool)
     ("change", "field", "value"),
     [
         (lambda r: r.update(disable_mamba_init_state_injection=True), "use_state", False),
-        (lambda r: r.update(disable_target_kv_reuse=True), "use_target_kv", False),
+        (lambda r: r.update(disable_target_kv_reuse=True), "attention.context", "none"),
         (lambda r: r.update(fc_norm=True), "fusion_norm", True),
         (lambda r: r.update(confidence_head_with_markov=False), "confidence_with_markov", False),
         (lambda r: r.update(enable_confidence_head=False), "confidence_head", False),
@@ -137,7 +140,7 @@ def test_window_and_block_rule(change: Change, window: int | None, causal: bool)
     ],
 )
 def test_fields(change: Change, field: str, value: Any) -> None:
-    assert getattr(authors_config(changed(change), LAYERS), field) == value
+    assert operator.attrgetter(field)(authors_config(changed(change), LAYERS)) == value
 
 
 def test_defaults_of_the_layout() -> None:
@@ -247,7 +250,7 @@ def test_every_tensor_finds_its_place(change: Change, tmp_path: Path) -> None:
     raw = changed(change)
     config = authors_config(raw, LAYERS)
     ids = torch.arange(config.draft_vocab_size)
-    drafter = HSpecDrafter(config, torch.zeros(211, 64), torch.zeros(len(ids), 64), ids)
+    drafter = ParallelDrafter(config, torch.zeros(211, 64), torch.zeros(len(ids), 64), ids)
     randomise(drafter, 5)
     tensors = layout_of(drafter, 211, raw["mask_token_id"])
     if config.draft_vocab_size < 211:
@@ -318,7 +321,7 @@ def test_loading_gives_the_golden_numbers(golden: GoldenCase, folder: Path, targ
     assert not drafter.training and not any(p.requires_grad for p in drafter.parameters())
 
 
-def joined(golden: GoldenCase, folder: Path, target: Target, change: Callable[[dict[str, Tensor]], Any]) -> HSpecDrafter:
+def joined(golden: GoldenCase, folder: Path, target: Target, change: Callable[[dict[str, Tensor]], Any]) -> ParallelDrafter:
     """Load the golden drafter with the target's own embedding, changed."""
     weights = golden.weights() | {"embed_tokens.weight": target.embedding_weight.clone()}
     change(weights)
@@ -423,5 +426,5 @@ def test_no_folder(tmp_path: Path) -> None:
 
 
 def test_our_own_configuration_is_not_theirs(golden: GoldenCase) -> None:
-    config: DrafterConfig = golden.drafter.config
+    config: ParallelConfig = golden.drafter.config
     assert not is_authors(config.model_dump())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from hspec.drafters.config import DrafterConfig, MambaConfig
+from hspec.drafters.config import MambaConfig, ParallelConfig
 from hspec.drafters.presets import PRESETS
 from hspec.targets.target import Target
 from tests.tiny import tiny_config
@@ -28,8 +28,8 @@ def changed(target: Target, path: str, value: Any) -> dict[str, Any]:
     [
         ("windows", 3, "Extra inputs"),
         ("mamba.expand", 2, "Extra inputs"),
-        ("format", 2, "Input should be 1"),
-        ("method", "dflash", "Input should be 'hspec'"),
+        ("format", 3, "Input should be 2"),
+        ("method", "eagle3", "Input should be 'hspec'"),
         ("pattern", [], "at least 1"),
         ("pattern", ["mamba", "conv"], "mamba"),
         ("mamba", None, "no mamba section"),
@@ -48,18 +48,25 @@ def changed(target: Target, path: str, value: Any) -> dict[str, Any]:
         ("taps", [1, 7], "within 0..6"),
         ("taps", [-1, 2], "must ascend within"),
         ("hidden_size", 32, "must be the target's, 64"),
-        ("block_size", 1, "greater than or equal to 2"),
+        ("block_size", 1, "leaves no slot to draft"),
+        ("block_size", 0, "greater than or equal to 1"),
         ("block_size", 18, "less than or equal to 17"),
         ("draft_vocab_size", 212, "exceeds the target's 211"),
-        ("markov_rank", 0, "needs a Markov head"),
-        ("markov_rank", -1, "greater than or equal to 0"),
+        ("head", None, "needs a Markov head"),
+        ("head.rank", 0, "greater than 0"),
+        ("head.kind", "rnn", "does not match any of the expected tags"),
+        ("attention.window", [5, 6], "attention.window has 2 entries for 1"),
+        ("attention.causal_block", [], "attention.causal_block has 0 entries"),
+        ("convolution", {"group": 5}, "must divide hidden_size"),
+        ("head", {"kind": "selector", "candidates": 200}, "exceeds draft_vocab_size"),
+        ("attention.context", "both", "'target', 'features' or 'none'"),
         ("seed_mode", "twice", "'shared', 'per_layer' or 'once'"),
         ("fusion_rank", 0, "greater than 0"),
     ],
 )
 def test_refused(target: Target, path: str, value: Any, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        DrafterConfig.model_validate(changed(target, path, value))
+        ParallelConfig.model_validate(changed(target, path, value))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +82,7 @@ def test_refused(target: Target, path: str, value: Any, message: str) -> None:
     ],
 )
 def test_allowed(target: Target, path: str, value: Any) -> None:
-    DrafterConfig.model_validate(changed(target, path, value))
+    ParallelConfig.model_validate(changed(target, path, value))
 
 
 def test_no_head_at_all(target: Target) -> None:
@@ -96,7 +103,7 @@ def test_does_not_change(target: Target) -> None:
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_round_trip(name: str) -> None:
-    assert DrafterConfig.model_validate_json(PRESETS[name].model_dump_json()) == PRESETS[name]
+    assert ParallelConfig.model_validate_json(PRESETS[name].model_dump_json()) == PRESETS[name]
 
 
 def test_widths_of_the_mixer() -> None:

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from hspec.drafters.context import Prefix
-from hspec.drafters.hspec import HSpecDrafter
+from hspec.drafters.parallel import ParallelDrafter
 from tests.drafters.golden_case import LENGTH, GoldenCase, load_case
+from tests.tiny import markov_bias
 
 TOLERANCE = 1e-4
 SLOTS = 8
@@ -34,11 +35,11 @@ def run(case: GoldenCase, anchors: list[int]) -> list[dict[str, Tensor]]:
         values["base_logits"] = d.base_logits(hidden[0, n])
         for k in range(len(d.seed.projections)):
             values[f"s_init.{k}"] = states[k][n]  # type: ignore[index]
-        if d.markov is not None:
+        if d.causal is not None:
             previous = case.expected(anchor, "prev_token_ids")
-            values["markov_logits"] = values["base_logits"] + d.markov(previous)
+            values["markov_logits"] = values["base_logits"] + markov_bias(d, previous)
             assert d.confidence is not None
-            values["confidence_logits"] = d.confidence(hidden[0, n], d.markov.embed(previous))
+            values["confidence_logits"] = d.confidence(hidden[0, n], d.causal.embed(previous))
         found.append(values)
     return found
 
@@ -102,13 +103,13 @@ def test_numbers_are_sensitive(case: GoldenCase) -> None:
 
 def test_greedy_chain_follows_the_golden_logits(case: GoldenCase) -> None:
     """``propose`` walks: argmax of base logits plus the bias of the token chosen before, in target ids."""
-    d: HSpecDrafter = case.drafter
+    d: ParallelDrafter = case.drafter
     for anchor in case.anchors:
         draft = d.propose(case.context([anchor]), SLOTS - 1)
         previous, expected = case.tensors["in.input_ids"][anchor], []
         for slot in range(1, SLOTS):
             logits = case.expected(anchor, "base_logits")[slot]
-            if d.markov is not None:
+            if d.causal is not None:
                 w1, w2 = case.tensors["w.markov_head.markov_w1.weight"], case.tensors["w.markov_head.markov_w2.weight"]
                 logits = logits + w2 @ w1[previous]
             draft_id = logits.argmax()

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hspec.drafters import attention
 from hspec.drafters.context import DraftContext
-from hspec.drafters.hspec import HSpecDrafter
+from hspec.drafters.parallel import ParallelDrafter
 from hspec.targets.cache import KVCache
 from hspec.targets.target import Target
 from tests.tiny import tiny_drafter
@@ -43,11 +43,11 @@ def peak(sizes: list[int]) -> int:
 
 
 @pytest.fixture
-def windowed(target: Target) -> HSpecDrafter:
+def windowed(target: Target) -> ParallelDrafter:
     return tiny_drafter(target, window=WINDOW, block_size=K + 1)
 
 
-def make_context(target: Target, drafter: HSpecDrafter, length: int, batch: int = 1) -> tuple[DraftContext, KVCache]:
+def make_context(target: Target, drafter: ParallelDrafter, length: int, batch: int = 1) -> tuple[DraftContext, KVCache]:
     cache = target.new_cache(batch, length + 8)
     for tensor in (*cache.keys, *cache.values):
         tensor.normal_()
@@ -57,19 +57,19 @@ def make_context(target: Target, drafter: HSpecDrafter, length: int, batch: int 
     return DraftContext(anchors, positions, taps, cache.view()), cache
 
 
-def measure(target: Target, drafter: HSpecDrafter, length: int) -> list[int]:
+def measure(target: Target, drafter: ParallelDrafter, length: int) -> list[int]:
     context, _ = make_context(target, drafter, length)
     drafter.propose(context, K)  # caches of the libraries are filled by a first call
     return allocations(lambda: drafter.propose(context, K))
 
 
-def test_peak_is_the_same_for_a_longer_context(target: Target, windowed: HSpecDrafter) -> None:
+def test_peak_is_the_same_for_a_longer_context(target: Target, windowed: ParallelDrafter) -> None:
     short, long = measure(target, windowed, 2048), measure(target, windowed, 8000)
     assert peak(short) == peak(long)
     assert sorted(short) == sorted(long)  # not one allocation depends on the context's length
 
 
-def test_nothing_is_larger_than_the_scores_of_the_window(target: Target, windowed: HSpecDrafter) -> None:
+def test_nothing_is_larger_than_the_scores_of_the_window(target: Target, windowed: ParallelDrafter) -> None:
     """A copy of the window's keys would be: heads x slots < kv_heads x head_dim."""
     a = windowed.config.attention
     assert a is not None
@@ -79,7 +79,7 @@ def test_nothing_is_larger_than_the_scores_of_the_window(target: Target, windowe
     assert max(measure(target, windowed, 8000)) <= scores
 
 
-def test_a_copy_of_the_window_would_be_seen(target: Target, windowed: HSpecDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_of_the_window_would_be_seen(target: Target, windowed: ParallelDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
     a = windowed.config.attention
     assert a is not None
     honest, attend = measure(target, windowed, 2048), attention.attend
@@ -101,7 +101,7 @@ def test_a_drafter_without_window_is_not_flat(target: Target) -> None:
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_keys_and_values_are_read_where_they_lie(
-    target: Target, windowed: HSpecDrafter, monkeypatch: pytest.MonkeyPatch, batch: int
+    target: Target, windowed: ParallelDrafter, monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
     """What the attention is given are views into the cache's storage: exactly the window of each row."""
     context, cache = make_context(target, windowed, 2000, batch)
@@ -124,7 +124,7 @@ def test_keys_and_values_are_read_where_they_lie(
             assert read.stride() == whole.stride()
 
 
-def test_drafter_keeps_nothing_between_calls(target: Target, windowed: HSpecDrafter) -> None:
+def test_drafter_keeps_nothing_between_calls(target: Target, windowed: ParallelDrafter) -> None:
     """No cache of its own: what a call allocated is gone, but for the drafts, when it returns."""
     context, _ = make_context(target, windowed, 2048)
     windowed.propose(context, K)

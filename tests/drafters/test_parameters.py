@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hspec.drafters.config import DrafterConfig
+from hspec.drafters.config import ParallelConfig
 from hspec.drafters.parameters import parameters_by_part
 from tests.tiny import tiny_config, tiny_drafter, tiny_target
 
@@ -21,9 +21,9 @@ from tests.tiny import tiny_config, tiny_drafter, tiny_target
 )
 def test_parts_add_up(changes: dict[str, object]) -> None:
     target = tiny_target(layers=3, hidden=48)
-    config: DrafterConfig = tiny_config(target, **changes)  # type: ignore[arg-type]
+    config: ParallelConfig = tiny_config(target, **changes)  # type: ignore[arg-type]
     parts = parameters_by_part(config)
     assert sum(parts.values()) == sum(p.numel() for p in tiny_drafter(target, config=config).parameters())
     assert all(n >= 0 for n in parts.values())
-    assert (parts["state_seed"] == 0) == (not config.use_state)
-    assert (parts["markov_head"] == 0) == (config.markov_rank == 0)
+    assert (parts["fusion"] == 0) == (not config.use_state)
+    assert (parts["causal_head"] == 0) == (config.markov_rank == 0)

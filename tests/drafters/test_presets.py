@@ -7,20 +7,20 @@ from collections import Counter
 import pytest
 import torch
 
-from hspec.drafters.config import DrafterConfig
-from hspec.drafters.hspec import HSpecDrafter
+from hspec.drafters.config import ParallelConfig
+from hspec.drafters.parallel import ParallelDrafter
 from hspec.drafters.presets import PRESETS, preset
 from hspec.errors import UsageError
 
 PAPER = ["llama-3.1-8b", "qwen3-4b", "qwen3-8b"]
 
 
-def parameters(config: DrafterConfig) -> Counter[str]:
+def parameters(config: ParallelConfig) -> Counter[str]:
     """Trainable parameters by part."""
     with torch.device("meta"):
         embedding = torch.empty(config.target.vocab_size, config.hidden_size)
         head = torch.empty(config.draft_vocab_size, config.hidden_size)
-        drafter = HSpecDrafter(config, embedding, head, torch.empty(config.draft_vocab_size, dtype=torch.int64))
+        drafter = ParallelDrafter(config, embedding, head, torch.empty(config.draft_vocab_size, dtype=torch.int64))
     count: Counter[str] = Counter()
     for name, p in drafter.named_parameters():
         part, *rest = name.split(".")
@@ -28,7 +28,7 @@ def parameters(config: DrafterConfig) -> Counter[str]:
     return count
 
 
-def by_hand(c: DrafterConfig) -> dict[str, int]:
+def by_hand(c: ParallelConfig) -> dict[str, int]:
     """The same from the formulas of the parts."""
     h, m, a = c.hidden_size, c.mamba, c.attention
     assert m is not None and a is not None
@@ -40,7 +40,7 @@ def by_hand(c: DrafterConfig) -> dict[str, int]:
         "attention": c.pattern.count("attention") * attention,
         "mlp": c.pattern.count("mlp") * 3 * h * c.intermediate_size,
         "seed": len(c.taps) * h * (c.fusion_rank + c.fusion_norm) + c.fusion_rank + c.fusion_rank * d * m.state_dim,
-        "markov": c.markov_rank * (c.target.vocab_size + c.draft_vocab_size),
+        "causal": c.markov_rank * (c.target.vocab_size + c.draft_vocab_size),
         "confidence": h + c.markov_rank + 1,
         "norms": len(c.pattern) * h,
         "norm": h,
@@ -48,7 +48,7 @@ def by_hand(c: DrafterConfig) -> dict[str, int]:
     }
 
 
-def dspark(c: DrafterConfig, layers: int = 5) -> int:
+def dspark(c: ParallelConfig, layers: int = 5) -> int:
     """Trainable parameters of DSpark on the same target: attention-MLP layers, the fusion of five taps, the same heads."""
     a = c.attention
     assert a is not None

@@ -85,6 +85,41 @@ def test_a_full_cache() -> None:
         cache.stage(3)
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_keep_paths(together: bool) -> None:
+    """As if only the rows of the paths had been staged, in their order; what is behind them may be anything."""
+    paths = [[0, 2, 5], [0], [0, 1, 2, 4]] if together else [[0, 1], [0, 1, 2], []]
+    cache = new()
+    first = write(cache, 4)
+    cache.advance([4, 1, 2])
+    second = write(cache, 6, seed=1)
+    cache.keep_paths(paths)
+    assert cache.lengths == [start + len(path) for start, path in zip((4, 1, 2), paths, strict=True)]
+    for row, (start, path) in enumerate(zip((4, 1, 2), paths, strict=True)):
+        wanted = torch.cat((first[row, :, :start], second[row][:, path]), 1)
+        for layer in (0, 1):
+            assert torch.equal(cache.keys[layer][row, :, : start + len(path)], (layer + 1) * wanted)
+            assert torch.equal(cache.values[layer][row, :, : start + len(path)], -(layer + 1) * wanted)
+
+
+def test_keep_paths_of_rows_that_share_storage() -> None:
+    cache = new(batch=2)
+    write(cache, 4)
+    cache.advance([3, 4])
+    part = cache.rows(0, 1)
+    written = write(part, 5, seed=1)
+    part.keep_paths([[0, 3]])
+    assert part.lengths == [5] and torch.equal(cache.keys[0][0, :, 3:5], written[0][:, [0, 3]])
+
+
+@pytest.mark.parametrize("path", [[3], [-1], [0, 0], [1, 0]], ids=str)
+def test_what_is_no_path_is_not_kept(path: list[int]) -> None:
+    cache = new(batch=2)
+    write(cache, 3)
+    with pytest.raises(AssertionError, match="cannot keep"):
+        cache.keep_paths([[0], path])
+
+
 def test_truncate() -> None:
     cache = new()
     write(cache, 5)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hspec.drafters.config import DrafterConfig
+from hspec.drafters.config import ParallelConfig
 from hspec.targets.target import Target
 from hspec.training.config import GrowthStage, TrainConfig
 from hspec.training.examples import Example
@@ -37,7 +37,7 @@ def settings(**changes: Any) -> TrainConfig:
     return TrainConfig(**(values | changes))
 
 
-def small_config(target: Target, **changes: Any) -> DrafterConfig:
+def small_config(target: Target, **changes: Any) -> ParallelConfig:
     return tiny_config(target, **({"block_size": 4, "fusion_rank": 16, "intermediate_size": 32} | changes))
 
 

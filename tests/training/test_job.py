@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("job")
     save_target(place / "target")
     write_exchanges(place / "data.jsonl", COUNT)
-    (place / "tiny.yaml").write_text("{fusion_rank: 16, intermediate_size: 32, block_size: 4, markov_rank: 4}")
+    (place / "tiny.yaml").write_text("{fusion_rank: 16, intermediate_size: 32, block_size: 4, head: {kind: markov, rank: 4}}")
     return place
 
 
@@ -55,7 +55,7 @@ def quiet(_: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("stepz: 3", "stepz: unknown key; known are target, preset, data"),
+        ("stepz: 3", "stepz: unknown key; known are target, method, preset, data"),
         ("train: {stepz: 3}", "train.stepz: unknown key; known are steps, batch_tokens"),
         ("answers: {temp: 1}", "answers.temp: unknown key; known are temperatures, max_tokens"),
         ("train: {growth: [{start: 0, slots: 1, density: 1, x: 1}]}", "train.growth.0.x: unknown key; known are start, slots"),

@@ -127,7 +127,7 @@ def test_a_known_target_gets_its_preset() -> None:
 def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     changes = {"pattern": ["mamba", "attention", "mlp", "attention", "attention"], "block_size": 9, "mamba": {"state_dim": 8}}
-    path.write_text(yaml.safe_dump({**changes, "attention": {"window": None}, "markov_rank": 3}))
+    path.write_text(yaml.safe_dump({**changes, "attention": {"window": None}, "head": {"kind": "markov", "rank": 3}}))
     config = choose_shape(str(path), "it", CONFIGS["llama"])
     assert config.pattern == changes["pattern"] and config.max_draft == 8 and config.markov_rank == 3
     assert config.mamba is not None and (config.mamba.state_dim, config.mamba.heads) == (8, 4)
@@ -138,7 +138,7 @@ def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
 
 
 def test_a_drafters_own_configuration_is_a_preset(tmp_path: Path) -> None:
-    config = preset_for(CONFIGS["llama"], "it", {"markov_rank": 7})
+    config = preset_for(CONFIGS["llama"], "it", {"head": {"rank": 7}})
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config.model_dump()))
     assert choose_shape(str(path), "it", CONFIGS["llama"]) == config

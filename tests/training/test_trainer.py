@@ -160,7 +160,7 @@ def test_it_overfits(target: Target, tmp_path: Path) -> None:
     assert late["acceptance"][0] > early["acceptance"][0] + 0.1 and late["tau_sampling"] > early["tau_sampling"] + 0.1
 
 
-def test_only_matrices_decay_and_only_the_markov_head_is_faster(target: Target, tmp_path: Path) -> None:
+def test_only_matrices_decay_and_only_the_causal_head_is_faster(target: Target, tmp_path: Path) -> None:
     trainer = trainer_for(target, tmp_path, settings(weight_decay=0.3, head_learning_rate=5.0), fusion_norm=True)
     names = {id(p): n for n, p in trainer.drafter.named_parameters()}
     decays: dict[str, float] = {}
@@ -175,7 +175,7 @@ def test_only_matrices_decay_and_only_the_markov_head_is_faster(target: Target, 
         assert any(kind in n for n in without), kind
     assert {n for n, decay in decays.items() if decay == 0.0} == without
     assert {decay for n, decay in decays.items() if n not in without} == {0.3}
-    assert {n for n, f in factors.items() if f == 5.0} == {"markov.w1.weight", "markov.w2.weight"}
+    assert {n for n, f in factors.items() if f == 5.0} == {"causal.w1.weight", "causal.w2.weight"}
     assert set(factors.values()) == {1.0, 5.0}
 
 
@@ -277,7 +277,7 @@ def test_learning_rate(target: Target, tmp_path: Path) -> None:
     assert [at(longer, s) for s in range(4)] == pytest.approx([1 / 8, 2 / 8, 3 / 8, 4 / 8])
 
 
-def test_the_markov_heads_rate_is_a_multiple(target: Target, tmp_path: Path) -> None:
+def test_the_causal_heads_rate_is_a_multiple(target: Target, tmp_path: Path) -> None:
     trainer = trainer_for(target, tmp_path, settings(learning_rate=1.0, warmup_steps=2, head_learning_rate=5.0))
     trainer.train_step()
     assert sorted({group["lr"] for group in trainer.optimiser.param_groups}) == pytest.approx([0.5, 2.5])

@@ -52,6 +52,20 @@ class DraftSampler:
                 self.penalised[i] = torch.cat((ids, chosen[i : i + 1]))
         return chosen, q
 
+    def latent(self, logits: Tensor) -> Tensor:
+        """A block's latent category: drawn from the drafter's own distribution, the likeliest where drafts are greedy.
+
+        Whatever it is, drafts are tested against their distribution given it, so temperature and truncation have no part here.
+        """
+        chosen = logits.argmax(-1)
+        for i, params in enumerate(self.params):
+            if not params.drafts_greedily:
+                u = uniform(params.seed, self.positions[i], Purpose.LATENT)
+                chosen[i] = sample(logits[i : i + 1].softmax(-1), torch.tensor([u], dtype=torch.float64, device=logits.device))[
+                    0
+                ]
+        return chosen
+
     def _penalise(self, i: int, row: Tensor) -> Tensor:
         ids = self.penalised[i]
         return row if ids is None else penalise(row, ids, self.params[i].repetition_penalty)

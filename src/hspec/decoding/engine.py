@@ -20,15 +20,16 @@ from hspec.decoding.draft_sampler import DraftSampler
 from hspec.decoding.processors import process
 from hspec.decoding.randomness import Purpose, uniform
 from hspec.decoding.sequence import Request, Result, Sequence
+from hspec.decoding.state import DecodingState
 from hspec.decoding.verify import Verdict, verify_greedy, verify_sampled
 from hspec.drafters.context import Chooser, Draft, DraftContext
 from hspec.errors import UsageError
-from hspec.targets.cache import KVCache
+from hspec.targets.cache import CacheShape, KVView
 from hspec.targets.target import Target
 
 
 class Drafter(Protocol):
-    """What the loop needs of a drafter."""
+    """What the loop needs of a drafter; :class:`hspec.drafters.drafter.Drafter` says what each does."""
 
     draft_ids: Tensor
 
@@ -36,6 +37,13 @@ class Drafter(Protocol):
     def taps(self) -> SequenceOf[int]: ...
     @property
     def max_draft(self) -> int: ...
+    @property
+    def memory_shape(self) -> CacheShape | None: ...
+    @property
+    def reads_history(self) -> bool: ...
+    def remember(
+        self, taps: Tensor, following: Tensor, positions: Tensor, past: KVView | None
+    ) -> list[tuple[Tensor, Tensor]]: ...
     def propose(self, context: DraftContext, k: int, choose: Chooser) -> Draft: ...
 
 
@@ -80,12 +88,16 @@ class Engine:
         results: dict[int, Result] = {s.index: s.result for s in self.stream(requests) if s.result is not None}
         return [results[i] for i in range(len(requests))]
 
+    def new_state(self, batch: int, capacity: int) -> DecodingState:
+        """Room for ``batch`` sequences of ``capacity`` tokens, those included that a step stages."""
+        return DecodingState.new(self.target, None if self.drafter is None else self.drafter.memory_shape, batch, capacity)
+
     @torch.no_grad()
-    def stream(self, requests: SequenceOf[Request], cache: KVCache | None = None, reuse: int = 0) -> Iterator[Step]:
+    def stream(self, requests: SequenceOf[Request], state: DecodingState | None = None, reuse: int = 0) -> Iterator[Step]:
         """Decode and give every step as it happens.
 
         Args:
-            cache: a cache of one row to run a single request in, kept by the caller; its first ``reuse`` tokens are the
+            state: a state of one row to run a single request in, kept by the caller; its first ``reuse`` tokens are the
                 prompt's and are not run again. Afterwards it holds the prompt and the emitted tokens but the last.
 
         Raises:
@@ -96,24 +108,24 @@ class Engine:
         waiting = deque(enumerate(requests))
         if not requests:
             return
-        if cache is None:
+        if state is None:
             capacity = max(self._room(request) for request in requests)
-            cache = self.target.new_cache(min(self.max_batch, len(requests)), capacity)
-        elif len(requests) != 1 or cache.batch != 1 or not 0 <= reuse <= cache.lengths[0]:
-            raise AssertionError(f"a kept cache is for one request; {reuse} tokens to reuse, lengths are {cache.lengths}")
+            state = self.new_state(min(self.max_batch, len(requests)), capacity)
+        elif len(requests) != 1 or state.batch != 1 or not 0 <= reuse <= state.cache.lengths[0]:
+            raise AssertionError(f"a kept state is for one request; {reuse} tokens to reuse, lengths are {state.cache.lengths}")
         running: list[tuple[int, Sequence]] = []
         while waiting or running:
-            while waiting and len(running) < cache.batch:
+            while waiting and len(running) < state.batch:
                 index, request = waiting.popleft()
-                sequence = self._admit(request, cache, len(running), reuse)
+                sequence = self._admit(request, state, len(running), reuse)
                 running.append((index, sequence))
                 yield self._report(index, sequence, 1)
-            self._retire(running, cache)
+            self._retire(running, state)
             if running:
-                emitted = self._step([s for _, s in running], cache)
+                emitted = self._step([s for _, s in running], state)
                 for (index, sequence), count in zip(running, emitted, strict=True):
                     yield self._report(index, sequence, count)
-                self._retire(running, cache)
+                self._retire(running, state)
 
     def _check(self, request: Request) -> None:
         limit = self.target.max_positions
@@ -134,53 +146,80 @@ class Engine:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def _admit(self, request: Request, cache: KVCache, row: int, reuse: int) -> Sequence:
+    def _admit(self, request: Request, state: DecodingState, row: int, reuse: int) -> Sequence:
+        """Run a prompt into a row, and let the target choose the first anchor."""
         sequence = Sequence(request, self.target.tokenizer, self.target.eos_ids)
-        cache.lengths[row] = reuse  # at once, so that an interrupted prefill leaves nothing that looks valid
-        own = cache.rows(row, row + 1)
-        prompt = torch.tensor([request.prompt[reuse:]], device=self.target.device)
-        output = self.target.prefill(prompt, own, self.taps)
-        cache.lengths[row] = own.lengths[0]
+        state.set_length(row, reuse)  # at once, so that an interrupted prefill leaves nothing that looks valid
+        own = state.rows(row, row + 1)
+        tokens = torch.tensor([request.prompt[reuse:]], device=self.target.device)
+        done = 0
+        for output in self.target.prefill_chunks(tokens, own.cache, self.taps):
+            known, done = done, done + output.hidden.shape[1]
+            if done < tokens.shape[1]:
+                self._remember(own, output.taps, tokens[:, known + 1 : done + 1])
         sequence.taps = output.taps[0, -1]
-        logits = self.target.logits(output.hidden[:, -1])
-        verdict = self._judge(sequence, logits, [], None)
+        verdict = self._judge(sequence, self.target.logits(output.hidden[:, -1]), [], None)
+        self._remember(own, output.taps, torch.cat((tokens[:, known + 1 :], tokens.new_full((1, 1), verdict.token)), dim=1))
+        state.set_length(row, own.cache.lengths[0])
         sequence.emit_first(verdict.token)
         self._stop_at_context(sequence)
         return sequence
 
-    def _step(self, running: list[Sequence], cache: KVCache) -> list[int]:
+    def _remember(self, state: DecodingState, taps: Tensor, following: Tensor) -> None:
+        """Let a drafter that keeps something see the tokens behind ``state.memory``: taps ``[B, S, F, hidden]``."""
+        if self.drafter is None or state.memory is None:
+            return
+        count = following.shape[1]
+        lengths = torch.tensor(state.memory.lengths, device=following.device)
+        positions = lengths[:, None] + torch.arange(count, device=following.device)
+        state.keep(self.drafter.remember(taps[:, :count], following, positions, state.memory.view()))
+        state.memory.advance([count] * state.batch)
+
+    def _step(self, running: list[Sequence], state: DecodingState) -> list[int]:
         """Draft, verify and accept for every running sequence; returns how many tokens each emitted."""
-        used = cache.rows(0, len(running))
+        used = state.rows(0, len(running))
         anchors = torch.tensor([[s.anchor] for s in running], device=self.target.device)
-        k = min(self.k, cache.capacity - 1 - max(s.length for s in running))
+        k = min(self.k, state.capacity - 1 - max(s.length for s in running))
         draft = self._propose(running, used, anchors, k) if k > 0 else None
         tokens = anchors if draft is None else torch.cat((anchors, draft.tokens), dim=1)
-        output = self.target.forward(tokens, used, self.taps)
+        output = self.target.forward(tokens, used.cache, self.taps)
         logits = self.target.logits(output.hidden)
-        drafts = [[] for _ in running] if draft is None else draft.tokens.tolist()
-        # Each request's own limit, so that a neighbour near its end does not change where this one's drafts are tested.
-        drafts = [own[: self.target.max_positions - s.length - 2] for s, own in zip(running, drafts, strict=True)]
+        drafts = self._tested(running, draft)
         verdicts = self._verdicts(running, logits, drafts, None if draft is None else draft.probabilities)
+        self._remember(used, output.taps, _following(tokens, verdicts))
         emitted = []
         for row, (sequence, verdict) in enumerate(zip(running, verdicts, strict=True)):
             sequence.taps = output.taps[row, verdict.accepted]
             emitted.append(sequence.emit_step(drafts[row], verdict.accepted, verdict.token))
-            cache.lengths[row] = sequence.length
+            state.set_length(row, sequence.length)
             self._stop_at_context(sequence)
         return emitted
 
-    def _propose(self, running: list[Sequence], used: KVCache, anchors: Tensor, k: int) -> Draft:
+    def _tested(self, running: list[Sequence], draft: Draft | None) -> list[list[int]]:
+        """The drafts of each sequence that are put to the test."""
+        if draft is None:
+            return [[] for _ in running]
+        drafts: list[list[int]] = draft.tokens.tolist()
+        if draft.counts is not None:
+            drafts = [own[:count] for own, count in zip(drafts, draft.counts, strict=True)]
+        # Each request's own limit, so that a neighbour near its end does not change where this one's drafts are tested.
+        return [own[: self.target.max_positions - s.length - 2] for s, own in zip(running, drafts, strict=True)]
+
+    def _propose(self, running: list[Sequence], used: DecodingState, anchors: Tensor, k: int) -> Draft | None:
         assert self.drafter is not None
         positions = [s.length for s in running]
         context = DraftContext(
             anchors=anchors,
             positions=torch.tensor(positions, device=anchors.device)[:, None],
             taps=torch.stack([s.taps for s in running if s.taps is not None])[:, None],
-            kv=used.view(),
+            kv=used.cache.view(),
+            memory=used.memory_view(),
+            history=tuple((*s.request.prompt, *s.tokens) for s in running) if self.drafter.reads_history else None,
         )
         histories = [self._history(s) for s in running]
         sampler = DraftSampler([s.params for s in running], positions, self.drafter.draft_ids, histories)
-        return self.drafter.propose(context, k, sampler)
+        draft = self.drafter.propose(context, k, sampler)
+        return None if draft.counts is not None and not any(draft.counts) else draft
 
     def _verdicts(self, running: list[Sequence], logits: Tensor, drafts: list[list[int]], q: Tensor | None) -> list[Verdict]:
         if all(s.params.plain for s in running):
@@ -221,13 +260,13 @@ class Engine:
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------
 
-    def _retire(self, running: list[tuple[int, Sequence]], cache: KVCache) -> None:
+    def _retire(self, running: list[tuple[int, Sequence]], state: DecodingState) -> None:
         """Drop finished sequences; the last one takes a freed row, so that rows in use stay a prefix of the batch."""
         for row in range(len(running) - 1, -1, -1):
             if running[row][1].finish_reason is not None:
                 last = len(running) - 1
                 if row != last:
-                    cache.move_row(last, row)
+                    state.move_row(last, row)
                     running[row] = running[last]
                 running.pop()
 
@@ -236,3 +275,13 @@ class Engine:
         result = sequence.result() if done else None
         text = sequence.text.take(final=done)
         return Step(index, sequence.tokens[-count:], sequence.drafted[-count:], text, result)
+
+
+def _following(tokens: Tensor, verdicts: list[Verdict]) -> Tensor:
+    """The token behind each row that any sequence keeps of ``[anchor, d_1 .. d_k]``: its draft, or behind the last accepted
+    one the target's. What stands behind a shorter sequence's is of no account."""
+    count = max(v.accepted for v in verdicts) + 1
+    following = torch.cat((tokens[:, 1:], tokens[:, -1:]), dim=1)[:, :count].clone()
+    for row, verdict in enumerate(verdicts):
+        following[row, verdict.accepted] = verdict.token
+    return following

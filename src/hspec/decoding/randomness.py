@@ -24,6 +24,8 @@ class Purpose(IntEnum):
     """The drafter's token at a position."""
     ACCEPT = 3
     """Whether the draft token at a position is accepted."""
+    LATENT = 4
+    """The latent category of a block whose anchor is at a position."""
 
 
 def _mix(x: int) -> int:

@@ -9,8 +9,8 @@ import torch
 from hspec.decoding.engine import Drafter, Engine, Step
 from hspec.decoding.params import SamplingParams
 from hspec.decoding.sequence import Request
+from hspec.decoding.state import DecodingState
 from hspec.errors import UsageError
-from hspec.targets.cache import KVCache
 from hspec.targets.target import Target
 from hspec.targets.template import Message
 
@@ -24,7 +24,7 @@ class Session:
         self.messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.cached: list[int] = []
         """Tokens whose K/V lie in the cache."""
-        self._cache: KVCache | None = None
+        self._state: DecodingState | None = None
 
     def ask(self, text: str, params: SamplingParams) -> Iterator[Step]:
         """Add a user turn and stream the answer; the conversation then includes both.
@@ -40,12 +40,16 @@ class Session:
         prompt = self.target.template.encode([*self.messages, {"role": "user", "content": text}])
         request = Request(tuple(prompt), params)
         reuse = min(_common_prefix(self.cached, prompt), len(prompt) - 1)
-        cache = self._room(len(prompt) + params.max_tokens + self.engine.k, reuse)
+        if self._state is not None and self._state.memory is not None:
+            reuse = max(
+                0, reuse - 1
+            )  # what a drafter keeps of a token may depend on the one behind it, which may be another now
+        state = self._room(len(prompt) + params.max_tokens + self.engine.k, reuse)
         self.messages.append({"role": "user", "content": text})
         answer, tokens = "", []
         self.cached = prompt[:reuse]
         try:
-            for step in self.engine.stream([request], cache, reuse):
+            for step in self.engine.stream([request], state, reuse):
                 answer += step.text
                 tokens += step.tokens
                 # Every emitted token but the last, the anchor, has been run.
@@ -57,22 +61,17 @@ class Session:
             else:
                 self.messages.pop()
 
-    def _room(self, tokens: int, keep: int) -> KVCache:
-        """The cache, grown to hold ``tokens`` with its first ``keep`` rows kept."""
+    def _room(self, tokens: int, keep: int) -> DecodingState:
+        """The state, grown to hold ``tokens`` with the first ``keep`` kept."""
         wanted = min(tokens, self.target.max_positions)
-        if self._cache is None or self._cache.capacity < wanted:
-            grown = self.target.new_cache(1, min(max(2 * wanted, 1024), self.target.max_positions))
-            if self._cache is not None:
-                _copy_rows(self._cache, grown, keep)
-            self._cache = grown
-        self._cache.lengths = [keep]
-        return self._cache
-
-
-def _copy_rows(source: KVCache, target: KVCache, count: int) -> None:
-    with torch.no_grad():
-        for old, new in zip((*source.keys, *source.values), (*target.keys, *target.values), strict=True):
-            new[:, :, :count] = old[:, :, :count]
+        if self._state is None or self._state.capacity < wanted:
+            grown = self.engine.new_state(1, min(max(2 * wanted, 1024), self.target.max_positions))
+            if self._state is not None:
+                with torch.no_grad():
+                    grown.copy_from(self._state, keep)
+            self._state = grown
+        self._state.set_length(0, keep)
+        return self._state
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:

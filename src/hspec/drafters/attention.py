@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,8 @@ from hspec.drafters.config import AttentionConfig
 from hspec.drafters.context import Prefix
 from hspec.drafters.norm import RMSNorm
 from hspec.drafters.rope import rotate
+
+Keep = Callable[[Tensor, Tensor], None]
 
 
 def attend(
@@ -58,44 +62,73 @@ def attend(
 
 
 class PrefixAttention(nn.Module):
-    """``[B, N, S, hidden]`` -> the same, over the prefix K/V of one target layer and the causal block."""
+    """``[B, N, S, hidden]`` -> the same, over K/V of what lies before the anchor and over the block itself.
 
-    def __init__(self, hidden_size: int, config: AttentionConfig, eps: float):
+    Args:
+        index: which of the drafter's attention sub-layers, for settings that have an entry for each.
+        input_size: width of what is projected to q, k and v, where it is not ``hidden_size``.
+    """
+
+    def __init__(self, hidden_size: int, config: AttentionConfig, index: int, eps: float, input_size: int | None = None):
         super().__init__()
         self.config = config
-        c = config
-        self.q_proj = nn.Linear(hidden_size, c.heads * c.head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, c.kv_heads * c.head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, c.kv_heads * c.head_dim, bias=False)
+        self.window, self.causal = config.window_of(index), config.causal_of(index)
+        c, width = config, hidden_size if input_size is None else input_size
+        self.q_proj = nn.Linear(width, c.heads * c.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, c.kv_heads * c.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, c.kv_heads * c.head_dim, bias=False)
         self.o_proj = nn.Linear(c.heads * c.head_dim, hidden_size, bias=False)
         self.q_norm = RMSNorm(c.head_dim, eps=eps) if c.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(c.head_dim, eps=eps) if c.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor] | None, prefix: Prefix) -> Tensor:
-        """``rope``: cos, sin ``[B, N, S, rotary]``. ``kv``: the reused layer's ``[B, kv_heads, capacity, d]``, or None."""
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """K and V of ``x`` ``[..., S, width]`` at the positions of ``rope``: ``[..., kv_heads, S, d]``."""
+        c = self.config
+        cos, sin = (t.unsqueeze(-3).to(x.dtype) for t in rope)
+        split = (*x.shape[:-1], c.kv_heads, c.head_dim)
+        k = rotate(self.k_norm(self.k_proj(x).view(split)).transpose(-3, -2), cos, sin)
+        v = self.v_proj(x).view(split).transpose(-3, -2)
+        return k.to(v.dtype), v
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        kv: tuple[Tensor, Tensor] | None,
+        anchors: Tensor,
+        keep: Keep | None = None,
+    ) -> Tensor:
+        """Attend from every slot of every block.
+
+        Args:
+            rope: cos, sin ``[B, N, S, rotary]`` of the slots' positions.
+            kv: context K/V ``[B, kv_heads, capacity, d]``, or None for the block alone.
+            anchors: the context ends before this position, ``[B, N]``.
+            keep: is given the block's own K and V ``[B, N, kv_heads, S, d]``.
+        """
         c = self.config
         B, N, S, _ = x.shape
-        split = (B, N, S, -1, c.head_dim)
         cos, sin = (t[:, :, None].to(x.dtype) for t in rope)
-        q = rotate(self.q_norm(self.q_proj(x).view(split)).transpose(2, 3), cos, sin)
-        k = rotate(self.k_norm(self.k_proj(x).view(split)).transpose(2, 3), cos, sin)
-        v = self.v_proj(x).view(split).transpose(2, 3)
-        q, k = q.to(v.dtype), k.to(v.dtype)
-        out = self._over(q, k, v, kv, prefix)
+        q = rotate(self.q_norm(self.q_proj(x).view(B, N, S, -1, c.head_dim)).transpose(2, 3), cos, sin)
+        k, v = self.project(x, rope)
+        if keep is not None:
+            keep(k, v)
+        out = self._over(q.to(v.dtype), k, v, kv, Prefix.before(anchors, self.window))
         return self.o_proj(out.transpose(2, 3).reshape(B, N, S, c.heads * c.head_dim))
 
     def _over(self, q: Tensor, k: Tensor, v: Tensor, kv: tuple[Tensor, Tensor] | None, prefix: Prefix) -> Tensor:
-        causal = self.config.causal_block
         if kv is None:
-            return attend(q, k, v, None, None, None, causal)
+            return attend(q, k, v, None, None, None, self.causal)
         context_k, context_v = kv
         if q.shape[1] > 1:  # many blocks a sequence (training): one product with the whole sequence, masked
             length = int(prefix.stop.max())
             mask = prefix.mask(length)
-            return attend(q, k, v, context_k[:, :, :length], context_v[:, :, :length], mask, causal)
+            return attend(q, k, v, context_k[:, :, :length], context_v[:, :, :length], mask, self.causal)
         parts = []
         for row in range(q.shape[0]):  # one block a sequence (decoding): exactly the window, as a view
             one = slice(row, row + 1)
             window = slice(int(prefix.start[row, 0]), int(prefix.stop[row, 0]))
-            parts.append(attend(q[one], k[one], v[one], context_k[one, :, window], context_v[one, :, window], None, causal))
+            parts.append(
+                attend(q[one], k[one], v[one], context_k[one, :, window], context_v[one, :, window], None, self.causal)
+            )
         return parts[0] if len(parts) == 1 else torch.cat(parts)

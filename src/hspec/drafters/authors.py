@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
-from hspec.drafters.config import DrafterConfig
+from hspec.drafters.config import ParallelConfig
 from hspec.errors import HSpecError, UsageError
 
 MODEL_TYPE = "mamba_attn_hybrid"
@@ -51,9 +51,9 @@ _UNUSED_WEIGHTS = ("verifier_lm_head.weight", "verifier_norm.weight")
 class AuthorsCheckpoint:
     """A checkpoint in this project's terms; tensors in the types of the file."""
 
-    config: DrafterConfig
+    config: ParallelConfig
     weights: dict[str, Tensor]
-    """For :meth:`HSpecDrafter.load_state_dict`, the ``mask_embedding`` among them if the file has an embedding."""
+    """For :meth:`ParallelDrafter.load_state_dict`, the ``mask_embedding`` among them if the file has an embedding."""
     embedding: Tensor | None
     """``[vocabulary, hidden]``; None if the file has none (then the target's is meant)."""
     head: Tensor
@@ -90,7 +90,7 @@ def read_authors(folder: Path, layers: int, family: str | None = None) -> Author
 # -- the configuration -------------------------------------------------------------------------------------------
 
 
-def authors_config(raw: Mapping[str, Any], layers: int, family: str | None = None, where: str = CONFIG_FILE) -> DrafterConfig:
+def authors_config(raw: Mapping[str, Any], layers: int, family: str | None = None, where: str = CONFIG_FILE) -> ParallelConfig:
     """A parsed ``config.json`` of the layout as this project's configuration.
 
     Args:
@@ -143,6 +143,7 @@ def authors_config(raw: Mapping[str, Any], layers: int, family: str | None = Non
             "conv_kernel": raw.get("mamba_conv_kernel", 4),
         },
         "attention": {
+            "context": "none" if raw.get("disable_target_kv_reuse", False) else "target",
             "heads": heads,
             "kv_heads": transformer.num_key_value_heads,
             "head_dim": getattr(transformer, "head_dim", None) or transformer.hidden_size // heads,
@@ -157,14 +158,13 @@ def authors_config(raw: Mapping[str, Any], layers: int, family: str | None = Non
         "fusion_norm": raw.get("fc_norm", False),
         "seed_mode": raw.get("mamba_seed_mode", "per_layer"),
         "draft_vocab_size": raw.get("draft_vocab_size", 32000),
-        "markov_rank": markov_rank,
+        "head": {"kind": "markov", "rank": markov_rank} if markov_rank else None,
         "confidence_head": raw.get("enable_confidence_head", False),
         "confidence_with_markov": raw.get("confidence_head_with_markov", False),
         "use_state": not raw.get("disable_mamba_init_state_injection", False),
-        "use_target_kv": not raw.get("disable_target_kv_reuse", False),
     }
     try:
-        return DrafterConfig.model_validate(fields)
+        return ParallelConfig.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -285,9 +285,9 @@ def _family(verifier: Mapping[str, Any]) -> str:
 
 
 def convert_weights(
-    tensors: Mapping[str, Tensor], config: DrafterConfig, mask_token_id: int | None, where: str = WEIGHTS_FILE
+    tensors: Mapping[str, Tensor], config: ParallelConfig, mask_token_id: int | None, where: str = WEIGHTS_FILE
 ) -> AuthorsCheckpoint:
-    """Tensors under the layout's names -> those of :class:`HSpecDrafter` and what stands beside them.
+    """Tensors under the layout's names -> those of :class:`ParallelDrafter` and what stands beside them.
 
     Raises:
         HSpecError: a tensor is missing, surplus or inconsistent.
@@ -312,8 +312,8 @@ def convert_weights(
     return AuthorsCheckpoint(config, weights, embedding, head, _draft_ids(tensors, config, where), mask_token_id)
 
 
-def weight_names(config: DrafterConfig) -> dict[str, str]:
-    """The layout's name of every tensor of a drafter -> its name in :class:`HSpecDrafter`; all but the mask row."""
+def weight_names(config: ParallelConfig) -> dict[str, str]:
+    """The layout's name of every tensor of a drafter -> its name in :class:`ParallelDrafter`; all but the mask row."""
     names = {"norm.weight": "norm.weight"}
     attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
     if config.attention is not None and config.attention.qk_norm:
@@ -338,14 +338,14 @@ def weight_names(config: DrafterConfig) -> dict[str, str]:
         names |= {f"seed_projs.{j}.weight": f"seed.projections.{j}.weight" for j in range(projections)}
         if config.fusion_norm:
             names |= {f"fc_norm.{f}.weight": f"seed.tap_norms.{f}.weight" for f in range(len(config.taps))}
-    if config.markov_rank:
-        names |= {f"markov_head.markov_w{n}.weight": f"markov.w{n}.weight" for n in (1, 2)}
+    if config.head is not None:
+        names |= {f"markov_head.markov_w{n}.weight": f"causal.w{n}.weight" for n in (1, 2)}
     if config.confidence_head:
         names |= {f"confidence_head.proj.{part}": f"confidence.proj.{part}" for part in ("weight", "bias")}
     return names
 
 
-def _draft_ids(tensors: Mapping[str, Tensor], config: DrafterConfig, where: str) -> Tensor:
+def _draft_ids(tensors: Mapping[str, Tensor], config: ParallelConfig, where: str) -> Tensor:
     """``d2t`` holds target id - draft id; absent where the draft vocabulary is the target's."""
     size, vocabulary = config.draft_vocab_size, config.target.vocab_size
     offsets = tensors.get("d2t")

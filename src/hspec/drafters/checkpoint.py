@@ -19,8 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hspec.drafters.authors import AuthorsCheckpoint, is_authors, read_authors
-from hspec.drafters.config import DrafterConfig
-from hspec.drafters.hspec import HSpecDrafter
+from hspec.drafters.config import SCHEMAS, DrafterConfig, ParallelConfig
+from hspec.drafters.drafter import Drafter
+from hspec.drafters.family import make_drafter
+from hspec.drafters.upgrade import upgrade_config, upgrade_weights
 from hspec.errors import HSpecError, UsageError
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ DRAFT_IDS = "draft_ids"
 
 
 def save_drafter(
-    drafter: HSpecDrafter, folder: Path, dtype: torch.dtype | None = None, state: dict[str, Tensor] | None = None
+    drafter: Drafter, folder: Path, dtype: torch.dtype | None = None, state: dict[str, Tensor] | None = None
 ) -> None:
     """Write a checkpoint; it appears whole or not at all.
 
@@ -95,8 +97,11 @@ def _parse_config(folder: Path, raw: dict[str, Any]) -> DrafterConfig:
         )
     if "method" not in raw:
         raise UsageError(f'{path} does not describe a drafter of this project (no "method"): is {folder} a target\'s folder?')
+    schema = SCHEMAS.get(raw["method"])
+    if schema is None:
+        raise UsageError(f"{path}: unknown method {raw['method']!r}; known are {', '.join(SCHEMAS)}")
     try:
-        return DrafterConfig.model_validate(raw)
+        return schema.model_validate(upgrade_config(raw))
     except ValidationError as error:
         first, more = error.errors()[0], error.error_count() - 1
         where = ".".join(str(part) for part in first["loc"]) or "the whole"
@@ -106,7 +111,7 @@ def _parse_config(folder: Path, raw: dict[str, Any]) -> DrafterConfig:
         ) from error
 
 
-def load_drafter(folder: Path, target: Target) -> HSpecDrafter:
+def load_drafter(folder: Path, target: Target) -> Drafter:
     """Load a checkpoint of either layout and join it to its target, in fp32 on the target's device.
 
     Raises:
@@ -130,7 +135,7 @@ def load_drafter(folder: Path, target: Target) -> HSpecDrafter:
     if DRAFT_IDS not in weights:
         raise HSpecError(f"{path} has no {DRAFT_IDS!r}: it is not the weight file of this checkpoint")
     drafter = build_drafter(config, target, _check_ids(weights.pop(DRAFT_IDS).long(), config, str(path)))
-    load_weights(drafter, weights, str(path))
+    load_weights(drafter, upgrade_weights(weights), str(path))
     return drafter.eval().requires_grad_(False)
 
 
@@ -144,7 +149,7 @@ def _check_ids(ids: Tensor, config: DrafterConfig, where: str) -> Tensor:
     return ids
 
 
-def _join_authors(checkpoint: AuthorsCheckpoint, target: Target, where: str) -> HSpecDrafter:
+def _join_authors(checkpoint: AuthorsCheckpoint, target: Target, where: str) -> Drafter:
     """Theirs bring an embedding and LM-head rows of their own; an embedding equal to the target's is not kept twice."""
     config = checkpoint.config
     check_target(config, target)
@@ -164,7 +169,7 @@ def _join_authors(checkpoint: AuthorsCheckpoint, target: Target, where: str) -> 
             stacklevel=3,
         )
         embedding = checkpoint.embedding
-    drafter = HSpecDrafter(config, embedding, checkpoint.head.float(), checkpoint.draft_ids).to(target.device)
+    drafter = make_drafter(config, embedding, checkpoint.head.float(), checkpoint.draft_ids).to(target.device)
     load_weights(drafter, weights, where)
     return drafter
 
@@ -177,28 +182,30 @@ def _same_rows(a: Tensor, b: Tensor, except_row: int) -> bool:
     return torch.allclose(one, two, rtol=1e-2, atol=1e-2 * float(two.std()))
 
 
-def build_drafter(config: DrafterConfig, target: Target, draft_ids: Tensor) -> HSpecDrafter:
+def build_drafter(config: DrafterConfig, target: Target, draft_ids: Tensor) -> Drafter:
     """A drafter with random trainable weights on the target's frozen ones."""
     draft_ids = draft_ids.to(target.device)
     head = target.head_weight[draft_ids].float()
-    return HSpecDrafter(config, target.embedding_weight, head, draft_ids).to(target.device)
+    return make_drafter(config, target.embedding_weight, head, draft_ids).to(target.device)
 
 
-def load_weights(drafter: HSpecDrafter, weights: dict[str, Tensor], where: str) -> None:
+def load_weights(drafter: Drafter, weights: dict[str, Tensor], where: str) -> None:
     """Copy weights in; every parameter must be there, with its shape.
 
     Raises:
-        HSpecError: a tensor is missing, surplus, of another shape, or not finite.
+        HSpecError: tensors are missing, surplus, of another shape, or not finite; all of them are named.
     """
     own = drafter.state_dict()
-    missing, surplus = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
-    if missing or surplus:
-        raise HSpecError(f"{where} does not fit its config: missing {missing[:3]}, not expected {surplus[:3]}")
+    wrong = [f"{name} is missing" for name in sorted(own.keys() - weights.keys())]
+    wrong += [f"{name} is not expected" for name in sorted(weights.keys() - own.keys())]
+    for name in sorted(own.keys() & weights.keys()):
+        if weights[name].shape != own[name].shape:
+            wrong.append(f"{name} is {list(weights[name].shape)}, the config asks for {list(own[name].shape)}")
+        elif not torch.isfinite(weights[name]).all():
+            wrong.append(f"{name} has values that are not finite")
+    if wrong:
+        raise HSpecError(f"{where} does not fit its config: {'; '.join(wrong)}: fetch or train the drafter again")
     for name, weight in weights.items():
-        if weight.shape != own[name].shape:
-            raise HSpecError(f"{where}: {name} is {list(weight.shape)}, the config asks for {list(own[name].shape)}")
-        if not torch.isfinite(weight).all():
-            raise HSpecError(f"{where}: {name} has values that are not finite: the file is damaged")
         own[name].copy_(weight)
 
 
@@ -216,8 +223,10 @@ def check_target(config: DrafterConfig, target: Target) -> None:
                 f"this drafter was made for {made.name} ({what} {getattr(made, what)}), not for {target.name} ({what} "
                 f"{value}): choose a drafter trained for this target"
             )
-    attention, shape = config.attention, target.cache_shape
-    if attention is not None and (attention.kv_heads, attention.head_dim) != (shape.kv_heads, shape.head_dim):
+    shape = target.cache_shape
+    attention = config.attention if isinstance(config, ParallelConfig) else None
+    reads = attention is not None and attention.context == "target"
+    if attention is not None and reads and (attention.kv_heads, attention.head_dim) != (shape.kv_heads, shape.head_dim):
         raise UsageError(
             f"this drafter reads K/V of {attention.kv_heads} heads x {attention.head_dim}, {target.name} has "
             f"{shape.kv_heads} x {shape.head_dim}: choose a drafter trained for this target"

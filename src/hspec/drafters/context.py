@@ -26,6 +26,11 @@ class DraftContext:
     """Tapped hidden states at position p - 1, ``[B, N, taps, hidden]``."""
     kv: KVView
     """The target's post-RoPE K/V, row b for sequence b; the drafter reads positions before p only."""
+    memory: KVView | None = None
+    """What the drafter itself keeps of every context token (see :meth:`hspec.drafters.drafter.Drafter.remember`), for those
+    that do; an entry for each position before p."""
+    history: tuple[tuple[int, ...], ...] | None = None
+    """All tokens of each sequence, the anchor the last; for drafters that look them up."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -40,6 +45,8 @@ class Draft:
     """Target ids ``[B, k]``."""
     probabilities: Tensor | None
     """What each was drawn from, over the draft vocabulary, ``[B, k, draft vocabulary]``; None where the drafts are one-hot."""
+    counts: tuple[int, ...] | None = None
+    """How many of its k tokens each sequence really drafts; None for all. The rest is padding, and is never accepted."""
 
 
 class Chooser(Protocol):
@@ -48,9 +55,21 @@ class Chooser(Protocol):
     def __call__(self, slot: int, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """Slot 1..k and ``[B, draft vocabulary]`` logits -> draft ids ``[B]`` and the distributions, or None if one-hot."""
 
+    def latent(self, logits: Tensor) -> Tensor:
+        """Logits of a block's latent category ``[B, values]`` -> the categories ``[B]``."""
 
-def greedy_chooser(slot: int, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-    return logits.argmax(-1), None
+
+class GreedyChooser:
+    """Takes the likeliest everywhere; drafts are one-hot."""
+
+    def __call__(self, slot: int, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        return logits.argmax(-1), None
+
+    def latent(self, logits: Tensor) -> Tensor:
+        return logits.argmax(-1)
+
+
+greedy_chooser = GreedyChooser()
 
 
 @dataclass(frozen=True)

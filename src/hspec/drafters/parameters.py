@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
-import torch
+from torch import nn
 
-from hspec.drafters.config import DrafterConfig
-from hspec.drafters.hspec import HSpecDrafter
+from hspec.drafters.attention import PrefixAttention
+from hspec.drafters.config import DrafterConfig, EagleConfig, ParallelConfig
+from hspec.drafters.convolution import BlockConvolution
+from hspec.drafters.family import meta_drafter
+from hspec.drafters.fusion import Fusion
+from hspec.drafters.heads.causal import CausalHead
+from hspec.drafters.heads.confidence import ConfidenceHead
+from hspec.drafters.mamba import MambaMixer
+from hspec.drafters.mlp import GatedMLP
+
+PARTS: dict[type[nn.Module], str] = {
+    MambaMixer: "mamba",
+    PrefixAttention: "attention",
+    GatedMLP: "mlp",
+    BlockConvolution: "convolution",
+    Fusion: "fusion",  # with the projections to the Mamba states, if it seeds them
+    CausalHead: "causal_head",
+    ConfidenceHead: "confidence_head",
+}
+REST = "norms_and_mask"
 
 
 def parameters_by_part(config: DrafterConfig) -> dict[str, int]:
-    """Trainable parameters, counted on the meta device."""
-    with torch.device("meta"):
-        drafter = HSpecDrafter(
-            config,
-            torch.empty(config.target.vocab_size, config.hidden_size),
-            torch.empty(config.draft_vocab_size, config.hidden_size),
-            torch.empty(config.draft_vocab_size, dtype=torch.int64),
-        )
-    counts: dict[str, int] = {}
-    names = {id(layer): kind for layer, kind in zip(drafter.layers, config.pattern, strict=True)}
-    for layer in drafter.layers:
-        kind = names[id(layer)]
-        counts[kind] = counts.get(kind, 0) + sum(p.numel() for p in layer.parameters())
-    other = {"state_seed": drafter.seed, "markov_head": drafter.markov, "confidence_head": drafter.confidence}
-    for name, module in other.items():
-        counts[name] = 0 if module is None else sum(p.numel() for p in module.parameters())
-    counts["norms_and_mask"] = sum(p.numel() for p in drafter.parameters()) - sum(counts.values())
+    """Trainable parameters, counted on the meta device; parts that a drafter has not are 0."""
+    drafter = meta_drafter(config)
+    counts = dict.fromkeys([*PARTS.values(), REST], 0)
+    for module in drafter.modules():
+        part = next((name for kind, name in PARTS.items() if isinstance(module, kind)), None)
+        if part is not None:
+            counts[part] += sum(p.numel() for p in module.parameters())
+    counts[REST] = sum(p.numel() for p in drafter.parameters()) - sum(counts.values())
     return counts
+
+
+def layout(config: DrafterConfig) -> str:
+    """A drafter's backbone in words."""
+    if isinstance(config, ParallelConfig):
+        return " ".join(config.pattern)
+    return f"{config.layers} x (attention mlp)" if isinstance(config, EagleConfig) else "recurrent cell"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hspec.drafters.config import AttentionConfig, DrafterConfig, MambaConfig, SubLayer, TargetIdentity
+from hspec.drafters.config import AttentionConfig, MambaConfig, MarkovConfig, ParallelConfig, SubLayer, TargetIdentity
 from hspec.errors import UsageError
 
 PAPER_PATTERN: list[SubLayer] = ["mamba", "mlp", *(["mamba", "attention", "mlp"] * 3)]  # type: ignore[list-item]
@@ -14,8 +14,8 @@ COMPACT_PATTERN: list[SubLayer] = ["mamba", "mlp", *(["mamba", "attention", "mlp
 def _paper(
     name: str, family: str, layers: int, hidden: int, intermediate: int, heads: int, vocab: int, mamba_heads: int, fusion: int,
     taps: list[int], rope: dict[str, Any], eps: float,
-) -> DrafterConfig:  # fmt: skip
-    return DrafterConfig(
+) -> ParallelConfig:  # fmt: skip
+    return ParallelConfig(
         target=TargetIdentity(name=name, family=family, layers=layers, hidden_size=hidden, vocab_size=vocab),
         pattern=PAPER_PATTERN,
         hidden_size=hidden,
@@ -28,7 +28,7 @@ def _paper(
         kv_layers=taps[-3:],
         fusion_rank=fusion,
         draft_vocab_size=32000,
-        markov_rank=256,
+        head=MarkovConfig(rank=256),
     )
 
 
@@ -42,7 +42,7 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 
-PRESETS: dict[str, DrafterConfig] = {
+PRESETS: dict[str, ParallelConfig] = {
     "llama-3.1-8b": _paper(
         "meta-llama/Llama-3.1-8B-Instruct",
         "llama",
@@ -59,7 +59,7 @@ PRESETS: dict[str, DrafterConfig] = {
     ),
     "qwen3-4b": _paper("Qwen/Qwen3-4B", "qwen3", 36, 2560, 9728, 32, 151936, 44, 2560, [1, 9, 17, 25, 34], _QWEN3_ROPE, 1e-6),
     "qwen3-8b": _paper("Qwen/Qwen3-8B", "qwen3", 36, 4096, 12288, 32, 151936, 48, 4096, [1, 9, 17, 25, 34], _QWEN3_ROPE, 1e-6),
-    "smollm2-135m": DrafterConfig(
+    "smollm2-135m": ParallelConfig(
         target=TargetIdentity(name="smollm2-135m-instruct-q4", family="llama", layers=30, hidden_size=576, vocab_size=49152),
         pattern=COMPACT_PATTERN,
         hidden_size=576,
@@ -75,12 +75,12 @@ PRESETS: dict[str, DrafterConfig] = {
         fusion_rank=576,
         fusion_norm=True,
         draft_vocab_size=16384,
-        markov_rank=48,
+        head=MarkovConfig(rank=48),
     ),
 }
 
 
-def preset(name: str) -> DrafterConfig:
+def preset(name: str) -> ParallelConfig:
     """Raises:
     UsageError: no preset of that name.
     """

@@ -9,7 +9,8 @@ import torch
 
 from hspec.drafters.checkpoint import CONFIG_FILE, read_config
 from hspec.drafters.config import DrafterConfig
-from hspec.drafters.parameters import parameters_by_part
+from hspec.drafters.family import meta_drafter
+from hspec.drafters.parameters import layout, parameters_by_part
 from hspec.drafters.presets import PRESETS
 from hspec.targets.cache import CacheShape
 from hspec.targets.sources import describe as target_config
@@ -69,13 +70,19 @@ def describe_drafter(config: DrafterConfig) -> dict[str, Any]:
     return {
         "method": config.method,
         "target": config.target.name,
-        "pattern": " ".join(config.pattern),
+        "pattern": layout(config),
         "block": f"anchor + {config.max_draft}",
-        "window": config.attention.window if config.attention else None,
+        "window": getattr(config, "attention", None) and config.attention.window,  # type: ignore[attr-defined]
         "taps": ", ".join(map(str, config.taps)),
-        "kv_layers": ", ".join(map(str, config.kv_layers)),
+        "kv_layers": ", ".join(map(str, getattr(config, "kv_layers", []))),
         "draft_vocab_size": config.draft_vocab_size,
         "parameters": sum(parts.values()),
         "parameters_by_part": parts,
-        "kv_bytes_per_token": 0,
+        "kv_bytes_per_token": memory_bytes(config),
     }
+
+
+def memory_bytes(config: DrafterConfig, dtype: torch.dtype = torch.bfloat16) -> int:
+    """What a drafter keeps of every context token, besides what the target keeps."""
+    shape = meta_drafter(config).memory_shape
+    return 0 if shape is None else shape.bytes_per_token(dtype)

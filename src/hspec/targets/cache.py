@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,6 +102,30 @@ class KVCache:
             raise AssertionError(f"cannot accept {counts} of {self._staged} staged rows")
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self._staged = 0
+
+    def keep_paths(self, paths: Sequence[Sequence[int]]) -> None:
+        """Accept of every row the staged rows ``paths[b]`` only, moved up to lie right behind what is accepted.
+
+        Afterwards the cache is what it would be, had these rows been staged alone and in this order; a rollback by length
+        would leave a tree's rejected nodes between them.
+
+        Args:
+            paths: of each row, indices of staged rows, ascending (of a tree: the anchor's 0, then the accepted path's).
+        """
+        for path in paths:
+            if list(path) != sorted({*path} & {*range(self._staged)}):
+                raise AssertionError(f"cannot keep {list(path)} of {self._staged} staged rows")
+        longest = max(map(len, paths), default=0)
+        # Behind a shorter path each row is copied onto itself.
+        source = [[*path, *range(len(path), longest)] for path in paths]
+        if any(own != list(range(longest)) for own in source):
+            device = self.keys[0].device
+            rows = torch.arange(self.batch, device=device)[:, None]
+            start = torch.tensor(self.lengths, device=device)[:, None]
+            old, new = start + torch.tensor(source, device=device), start + torch.arange(longest, device=device)
+            for tensor in (*self.keys, *self.values):
+                tensor[rows, :, new] = tensor[rows, :, old]
+        self.advance([len(path) for path in paths])
 
     def truncate(self, row: int, length: int) -> None:
         """Roll row ``row`` back to its first ``length`` tokens."""

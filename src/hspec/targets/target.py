@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hspec.errors import UsageError
 from hspec.targets.attention import NAME as ATTENTION
-from hspec.targets.attention import AttentionRows
+from hspec.targets.attention import AttentionRows, TreeRows
 from hspec.targets.cache import CacheShape, KVCache
 from hspec.targets.packing import fuse_norms, halve_linears, pack_linears
 from hspec.targets.template import ChatTemplate
@@ -158,26 +158,54 @@ class Target:
         return KVCache(self.cache_shape, batch, capacity, self.dtype, self.device)
 
     @torch.no_grad()
-    def forward(self, tokens: Tensor, cache: KVCache, taps: Sequence[int] = ()) -> TargetOutput:
-        """Run ``tokens`` ``[batch, count]`` behind what lies in ``cache``; their K/V are staged there, not yet accepted."""
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: KVCache,
+        taps: Sequence[int] = (),
+        tree: Sequence[Sequence[int]] | None = None,
+        bitwise: bool = True,
+    ) -> TargetOutput:
+        """Run ``tokens`` ``[batch, count]`` behind what lies in ``cache``; their K/V are staged there, not yet accepted.
+
+        Args:
+            tree: where the tokens are one draft tree a sequence: the depths of its rows in preorder, the anchor's 0 first
+                (see :class:`hspec.targets.attention.TreeRows`). Trees of fewer than ``count`` rows are padded behind, with
+                any token; what comes out there means nothing. :meth:`KVCache.keep_paths` then accepts.
+            bitwise: of a tree on a CPU: every row equals plain decoding of its path in every bit (given linears that do not
+                depend on the number of rows, as packed ones). Without, attention is one call a sequence, which is faster
+                and rounds differently, as a chain of drafts does.
+
+        Raises:
+            AssertionError: depths that are no tree's, or do not fit ``tokens``.
+            UsageError: the cache is too short.
+        """
         batch, count = tokens.shape
+        on_cpu = self.device.type == "cpu"
+        rows: AttentionRows | TreeRows
+        if tree is None:
+            rows = AttentionRows(list(cache.lengths), count, exact=on_cpu)
+            positions = torch.tensor(cache.lengths, device=self.device)[:, None] + torch.arange(count, device=self.device)
+        else:
+            rows = TreeRows(list(cache.lengths), tree, on_cpu, bitwise)
+            if (len(tree), rows.count) != (batch, count):
+                raise AssertionError(f"{len(tree)} trees of up to {rows.count} rows for {batch} x {count} tokens")
+            positions = rows.positions(self.device)
         cache.stage(count)
-        lengths = torch.tensor(cache.lengths, device=self.device)
-        positions = lengths[:, None] + torch.arange(count, device=self.device)
         with self._tapping(taps):
             hidden = self.model.model(
                 input_ids=tokens,
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,
-                hspec_rows=AttentionRows(list(cache.lengths), count, exact=self.device.type == "cpu"),
+                hspec_rows=rows,
             ).last_hidden_state
             tapped = [self._tapped[i] for i in taps]
         stacked = torch.stack(tapped, dim=2) if tapped else hidden.new_empty(batch, count, 0, self.hidden_size)
         return TargetOutput(hidden, stacked)
 
-    def prefill(self, tokens: Tensor, cache: KVCache, taps: Sequence[int] = ()) -> TargetOutput:
-        """Run a long input in chunks and accept all of it; returns the last row only (``count`` = 1).
+    def prefill_chunks(self, tokens: Tensor, cache: KVCache, taps: Sequence[int] = ()) -> Iterator[TargetOutput]:
+        """Run a long input ``[batch, count]`` in chunks, accept all of it, and give each chunk's output.
 
         Raises:
             UsageError: no token to run.
@@ -187,7 +215,13 @@ class Target:
         for chunk in tokens.split(PREFILL_CHUNK, dim=1):
             output = self.forward(chunk, cache, taps)
             cache.advance([chunk.shape[1]] * cache.batch)
-        return TargetOutput(output.hidden[:, -1:], output.taps[:, -1:])
+            yield output
+
+    def prefill(self, tokens: Tensor, cache: KVCache, taps: Sequence[int] = ()) -> TargetOutput:
+        """As :meth:`prefill_chunks`; returns the last row only (``count`` = 1)."""
+        for output in self.prefill_chunks(tokens, cache, taps):
+            last = output
+        return TargetOutput(last.hidden[:, -1:], last.taps[:, -1:])
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

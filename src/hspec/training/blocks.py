@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from hspec.drafters.context import DraftContext
+from hspec.drafters.drafter import Drafter
+from hspec.targets.cache import KVView
 from hspec.targets.target import Target
 from hspec.training.examples import Batch
 
@@ -52,6 +54,19 @@ class BlockBatch:
     """1.0 where the slot's token is supervised and in the document, ``[B, N, k]``."""
     hidden: Tensor
     """The target's final hidden states, ``[B * T, hidden]``."""
+    taps: Tensor
+    """Tapped hidden states of all positions, ``[B, T, F, hidden]``."""
+    following: Tensor
+    """The token behind each position, ``[B, T]``; behind the last one padding, which no block looks at."""
+
+    def context_for(self, drafter: Drafter) -> DraftContext:
+        """The blocks' context with what the drafter keeps of every position, if it keeps anything: gradients flow through."""
+        if drafter.memory_shape is None:
+            return self.context
+        positions = torch.arange(self.following.shape[1], device=self.following.device).expand_as(self.following)
+        kept = drafter.remember(self.taps, self.following, positions, None)
+        memory = KVView([k for k, _ in kept], [v for _, v in kept], self.context.kv.lengths)
+        return replace(self.context, memory=memory)
 
 
 def make_blocks(target: Target, batch: Batch, anchors: Anchors, taps: list[int], k: int) -> BlockBatch:
@@ -77,4 +92,6 @@ def make_blocks(target: Target, batch: Batch, anchors: Anchors, taps: list[int],
         rows=row[..., None] * T + predicted - 1,
         weight=weight,
         hidden=output.hidden.reshape(B * T, -1),
+        taps=output.taps,
+        following=torch.cat((tokens[:, 1:], tokens[:, -1:]), dim=1),
     )

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from hspec.drafters.attention import PrefixAttention
 from hspec.drafters.checkpoint import build_drafter
 from hspec.drafters.config import DrafterConfig, TargetIdentity
-from hspec.drafters.hspec import GatedMLP, HSpecDrafter
+from hspec.drafters.drafter import Drafter
 from hspec.drafters.mamba import MambaMixer
+from hspec.drafters.mlp import GatedMLP
+from hspec.drafters.parallel import ParallelDrafter
 from hspec.errors import UsageError
 from hspec.targets.target import Target
 from hspec.training.examples import Example
@@ -48,9 +50,7 @@ def draft_vocabulary(examples: Sequence[Example], target: Target, size: int) -> 
     return torch.tensor(sorted(chosen), dtype=torch.int64)
 
 
-def initialise(
-    config: DrafterConfig, target: Target, draft_ids: Tensor, seed: int, sample: Tensor | None = None
-) -> HSpecDrafter:
+def initialise(config: DrafterConfig, target: Target, draft_ids: Tensor, seed: int, sample: Tensor | None = None) -> Drafter:
     """A new drafter on ``target``.
 
     Attention sub-layers start as the reused target layer (norm, q, k, v, o), MLPs as the MLP of the attention before them
@@ -62,6 +62,13 @@ def initialise(
     """
     torch.manual_seed(seed)
     drafter = build_drafter(config, target, draft_ids)
+    if isinstance(drafter, ParallelDrafter):
+        _initialise_parallel(drafter, target, sample)
+    return drafter
+
+
+def _initialise_parallel(drafter: ParallelDrafter, target: Target, sample: Tensor | None) -> None:
+    config = drafter.config
     depth = 1 / (2 * len(config.pattern)) ** 0.5
     for layer in drafter.layers:
         if isinstance(layer, MambaMixer):
@@ -78,7 +85,6 @@ def initialise(
     final = target.model.model.norm.weight
     if final.shape == drafter.norm.weight.shape:
         _copy(drafter.norm.weight, _scale(target, final) * FINAL_NORM_SCALE)
-    return drafter
 
 
 def _scale(target: Target, weight: Tensor) -> Tensor:

@@ -19,8 +19,9 @@ from hspec.cache_folder import cache_folder
 from hspec.drafters.checkpoint import load_drafter as load_checkpoint
 from hspec.drafters.checkpoint import read_config
 from hspec.drafters.config import DrafterConfig, Strict
-from hspec.drafters.hspec import HSpecDrafter
-from hspec.drafters.parameters import parameters_by_part
+from hspec.drafters.drafter import Drafter
+from hspec.drafters.methods import configuration
+from hspec.drafters.parameters import layout, parameters_by_part
 from hspec.drafters.presets import PRESETS
 from hspec.errors import HSpecError, UsageError
 from hspec.files import reason, write_text
@@ -61,6 +62,8 @@ class Job(Strict):
     """Everything that ``hspec train`` was asked for; saved beside the weights, and read back by ``--resume``."""
 
     target: str = "smollm2"
+    method: str = "hspec"
+    """One of :data:`hspec.drafters.methods.METHODS`."""
     preset: str = AUTO
     """A preset's name, ``auto`` for one that fits the target, or a file (see :mod:`hspec.training.shape`)."""
     data: tuple[str, ...] = Field((PACKAGED_DATA,), min_length=1)
@@ -126,20 +129,23 @@ def shape(job: Job) -> DrafterConfig:
     """
     if job.init_from is not None:
         config = read_config(drafter_folder(job.init_from, job.target))
+        if job.method not in ("hspec", config.method):
+            raise UsageError(f"--init-from {job.init_from} is a {config.method} drafter, not {job.method}: leave --method out")
         return config if job.train.slots is None else _with_block(config, max(config.max_draft, job.train.slots))
     name = ALIASES.get(job.target, job.target)
     shipped = next((p for p in PRESETS.values() if p.target.name == name), None)
     if job.preset == AUTO and shipped is not None:
-        config = shipped  # known without fetching the target
+        # known without fetching the target
+        config = shipped if job.method == "hspec" else configuration(job.method, shipped)
     else:
-        config = choose_shape(job.preset, name, describe(job.target))
+        config = choose_shape(job.preset, name, describe(job.target), job.method)
     return config if job.train.slots is None else _with_block(config, job.train.slots)
 
 
 def _with_block(config: DrafterConfig, slots: int) -> DrafterConfig:
     """A drafter may serve as many slots as it was trained for, and no more."""
     try:
-        return DrafterConfig.model_validate({**config.model_dump(), "block_size": slots + 1})
+        return type(config).model_validate({**config.model_dump(), "block_size": slots + config.block_size - config.max_draft})
     except ValidationError as error:
         raise UsageError(f"growth: {slots} slots: {explain(error)}") from error
 
@@ -171,7 +177,7 @@ def plan(job: Job, folder: Path, resume: bool = False) -> Plan:
     memory = (
         parameters * 4 * 5 + frozen * 4 + c.objective_chunk * (2 * config.target.vocab_size + 8 * config.draft_vocab_size) * 4
     )
-    flops = 6 * (parameters - parts["markov_head"] - parts["state_seed"]) * (max(slots) + 1) + 6 * parts["state_seed"]
+    flops = 6 * (parameters - parts["causal_head"] - parts["fusion"]) * (max(slots) + 1) + 6 * parts["fusion"]
     flops += 4 * config.draft_vocab_size * config.hidden_size * max(slots)
     disk = parameters * 4 * 5
     free = shutil.disk_usage(_existing(folder)).free
@@ -185,7 +191,8 @@ def plan(job: Job, folder: Path, resume: bool = False) -> Plan:
     start = f"drafter {job.init_from}" if job.init_from is not None else f"preset {job.preset}"
     return Plan(
         {
-            "target": f"{job.target} ({start}; {' '.join(config.pattern)})",
+            "method": config.method,
+            "target": f"{job.target} ({start}; {layout(config)})",
             "trainable parameters": f"{parameters / 1e6:.1f} M: "
             + ", ".join(f"{n} {v / 1e6:.2f}" for n, v in parts.items() if v),
             "data": ", ".join(job.data)
@@ -361,13 +368,13 @@ def build(job: Job, folder: Path, resume: bool, say: Say, device: str = "cpu") -
     return trainer
 
 
-def _new_drafter(job: Job, target: Target, data: Data) -> HSpecDrafter:
+def _new_drafter(job: Job, target: Target, data: Data) -> Drafter:
     if job.init_from is not None:
         drafter = load_checkpoint(drafter_folder(job.init_from, target.name), target)
         slots = max(drafter.config.max_draft, job.train.slots or 0)
         drafter.config = _for_target(_with_block(drafter.config, slots), target)
         return drafter.requires_grad_(True)
-    config = choose_shape(job.preset, target.name, target.config)
+    config = choose_shape(job.preset, target.name, target.config, job.method)
     if job.train.slots is not None:
         config = _with_block(config, job.train.slots)
     config = _for_target(config, target)
@@ -378,7 +385,7 @@ def _new_drafter(job: Job, target: Target, data: Data) -> HSpecDrafter:
 
 def _for_target(config: DrafterConfig, target: Target) -> DrafterConfig:
     """The configuration with the identity of the target that it is trained on."""
-    return DrafterConfig.model_validate({**config.model_dump(), "target": identity(target).model_dump()})
+    return type(config).model_validate({**config.model_dump(), "target": identity(target).model_dump()})
 
 
 def held_out_prompts(target: Target, sources: Sequence[str], limit: int) -> list[Prompt]:

@@ -8,7 +8,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from hspec.drafters.config import DrafterConfig, SubLayer, TargetIdentity
+from hspec.drafters.config import DrafterConfig, ParallelConfig, SubLayer, TargetIdentity
+from hspec.drafters.methods import TargetLayers, configuration
 from hspec.drafters.presets import COMPACT_PATTERN, PRESETS
 from hspec.errors import UsageError
 from hspec.files import reason
@@ -18,17 +19,31 @@ WINDOW = 2048
 _FILES = (".yaml", ".yml", ".json")
 
 
-def choose_shape(preset: str, name: str, target: Any) -> DrafterConfig:
-    """The configuration that ``--preset`` asks for, fitted to a target.
+def choose_shape(preset: str, name: str, target: Any, method: str = "hspec") -> DrafterConfig:
+    """The configuration that ``--preset`` and ``--method`` ask for, fitted to a target.
 
     Args:
-        preset: ``auto``, the name of a preset, or a YAML or JSON file with keys of :class:`DrafterConfig`; what the file
-            leaves out is as in ``auto``.
+        preset: ``auto``, the name of a preset, or a YAML or JSON file with keys of :class:`ParallelConfig`; what the file
+            leaves out is as in ``auto``. It is of H-Spec; the configurations of the other methods follow from it.
         name: the target's name. target: its transformers configuration.
 
     Raises:
-        UsageError: no such preset, one for another target, or a file with wrong keys.
+        UsageError: no such preset or method, a preset for another target, or a file with wrong keys.
     """
+    base = _base(preset, name, target)
+    return base if method == "hspec" else configuration(method, base, target_layers(target))
+
+
+def target_layers(target: Any) -> TargetLayers:
+    """What methods ask of the layers of a target, given its transformers configuration."""
+    full = [layer for layer in range(target.num_hidden_layers) if not _slides(target, layer)]
+    return TargetLayers(
+        rope=lambda layer: layer_rope(target, layer),
+        readable=lambda near: min(full, key=lambda layer: abs(layer - near)) if full else near,
+    )
+
+
+def _base(preset: str, name: str, target: Any) -> ParallelConfig:
     if preset == AUTO:
         fitting = next((p for p in PRESETS.values() if _misfit(p, target) is None), None)
         return preset_for(target, name) if fitting is None else _fitted(fitting, target, name)
@@ -46,22 +61,22 @@ def choose_shape(preset: str, name: str, target: Any) -> DrafterConfig:
     return preset_for(target, name, _read(path), str(path))
 
 
-def preset_for(target: Any, name: str, changes: dict[str, Any] | None = None, where: str = "preset") -> DrafterConfig:
+def preset_for(target: Any, name: str, changes: dict[str, Any] | None = None, where: str = "preset") -> ParallelConfig:
     """A compact drafter for any supported target, from the target's sizes.
 
     Two attention sub-layers on the target's K/V, five taps from its second layer to its last but one, attention heads and
     RoPE as the reused layers have them, MLPs of the target's width.
 
     Args:
-        changes: keys of :class:`DrafterConfig` that are to be otherwise; sections may be given in part.
+        changes: keys of :class:`ParallelConfig` that are to be otherwise; sections may be given in part.
 
     Raises:
         UsageError: the changes do not fit together, or not to the target.
     """
     changes = dict(changes or {})
-    unknown = sorted(changes.keys() - DrafterConfig.model_fields.keys())
+    unknown = sorted(changes.keys() - ParallelConfig.model_fields.keys())
     if unknown:
-        raise UsageError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(DrafterConfig.model_fields)}")
+        raise UsageError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(ParallelConfig.model_fields)}")
     own = TargetIdentity(
         name=name, family=target.model_type, layers=target.num_hidden_layers, hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
@@ -84,13 +99,13 @@ def preset_for(target: Any, name: str, changes: dict[str, Any] | None = None, wh
         "fusion_rank": own.hidden_size,
         "fusion_norm": True,
         "draft_vocab_size": min(own.vocab_size, 16384 if own.vocab_size <= 65536 else 32000),
-        "markov_rank": 48,
+        "head": {"kind": "markov", "rank": 48},
     }
     for key, value in changes.items():
-        merge = key in ("mamba", "attention") and isinstance(value, dict)
+        merge = key in ("mamba", "attention", "head") and isinstance(value, dict)
         values[key] = {**values[key], **value} if merge else value
     try:
-        config = DrafterConfig.model_validate(values)
+        config = ParallelConfig.model_validate(values)
     except (ValidationError, TypeError) as error:
         raise UsageError(f"{where}: {explain(error)}") from error
     wrong = _misfit(config, target, heads=False)
@@ -146,16 +161,16 @@ def _check_identity(given: Any, own: TargetIdentity, where: str) -> None:
             )
 
 
-def _fitted(config: DrafterConfig, target: Any, name: str) -> DrafterConfig:
+def _fitted(config: ParallelConfig, target: Any, name: str) -> ParallelConfig:
     """A preset with the target's name and its layers' RoPE as it really is."""
     values = config.model_dump()
     values["target"]["name"] = name
     if values["attention"] is not None:
         values["attention"]["rope"] = [layer_rope(target, layer) for layer in config.kv_layers]
-    return DrafterConfig.model_validate(values)
+    return ParallelConfig.model_validate(values)
 
 
-def _misfit(config: DrafterConfig, target: Any, heads: bool = True) -> str | None:
+def _misfit(config: ParallelConfig, target: Any, heads: bool = True) -> str | None:
     """The first size in which a configuration and a target differ, in words."""
     pairs: dict[str, tuple[Any, Any]] = {
         "family": (config.target.family, target.model_type),

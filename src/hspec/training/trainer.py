@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hspec.drafters.checkpoint import save_drafter
-from hspec.drafters.hspec import HSpecDrafter
+from hspec.drafters.drafter import Drafter
+from hspec.drafters.heads.causal import LowRankHead
+from hspec.drafters.heads.markov import MarkovHead
 from hspec.errors import HSpecError, UsageError
 from hspec.files import reason
 from hspec.targets.target import Target
@@ -79,7 +81,7 @@ class Trainer:
     """
 
     def __init__(
-        self, config: TrainConfig, target: Target, drafter: HSpecDrafter, examples: Sequence[Example],
+        self, config: TrainConfig, target: Target, drafter: Drafter, examples: Sequence[Example],
         held_out: Sequence[Example], folder: Path,
     ):  # fmt: skip
         config = config.for_block(drafter.config.max_draft)
@@ -124,17 +126,18 @@ class Trainer:
         """Objective of a batch of blocks, averaged over its weighted slots."""
         d, k = self.drafter, blocks.weight.shape[-1]
         with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
-            hidden = d.backbone(blocks.context, k + 1)[:, :, 1:].reshape(-1, d.config.hidden_size)
+            predicted = d.predict(blocks.context_for(d), blocks.previous)
         counted = blocks.weight.flatten().nonzero().squeeze(1)
+        hidden = predicted.hidden.flatten(0, 1)
         slots = torch.arange(k, device=hidden.device).expand(blocks.weight.shape).flatten()[counted]
         slot_weight = slot_decay(k, self.config.gamma).to(hidden.device)[slots]
         slot_weight = slot_weight / slot_weight.sum()
         hidden = hidden[counted]
-        markov = None if d.markov is None else d.markov.embed(blocks.previous.flatten()[counted])
+        features = None if predicted.features is None else predicted.features.flatten(0, 1)[counted]
         total, stats = block_objective(
             hidden.to(self._dtype()),
-            None if markov is None else markov.to(self._dtype()),
-            None if d.markov is None else d.markov.w2.weight,
+            None if features is None else features.to(self._dtype()),
+            d.causal.w2.weight if isinstance(d.causal, LowRankHead) else None,
             self._head,
             blocks.rows.flatten()[counted],
             slot_weight,
@@ -143,9 +146,10 @@ class Trainer:
             self.config.objective_chunk,
         )
         if d.confidence is not None and self.config.confidence:
-            seen = markov.detach() if markov is not None and d.config.confidence_with_markov else None
-            predicted = d.confidence(hidden.detach().float(), seen)
-            bce = F.binary_cross_entropy_with_logits(predicted, stats.acceptance.clamp(0, 1), reduction="none")
+            previous = blocks.previous.flatten()[counted]
+            seen = d.causal.embed(previous).detach() if isinstance(d.causal, MarkovHead) and d.confident_of_markov else None
+            scores = d.confidence(hidden.detach().float(), seen)
+            bce = F.binary_cross_entropy_with_logits(scores, stats.acceptance.clamp(0, 1), reduction="none")
             total = total + self.config.confidence * (bce * slot_weight).sum()
         return total, slots, stats
 
@@ -177,18 +181,18 @@ class Trainer:
 
     def _groups(self) -> list[dict[str, Any]]:
         """Weight decay for matrices only: norms, biases, A_log, D, dt_bias and the mask embedding are vectors, and have none.
-        The Markov head learns faster."""
+        The causal head learns faster."""
         c = self.config
         groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
         for name, p in self.drafter.named_parameters():
-            groups.setdefault((p.dim() < 2, name.startswith("markov.")), []).append(p)
+            groups.setdefault((p.dim() < 2, name.startswith("causal.")), []).append(p)
         return [
             {
                 "params": parameters,
                 "weight_decay": 0.0 if plain else c.weight_decay,
-                "factor": c.head_learning_rate if markov else 1.0,
+                "factor": c.head_learning_rate if causal else 1.0,
             }
-            for (plain, markov), parameters in groups.items()
+            for (plain, causal), parameters in groups.items()
         ]
 
     # -- the run -------------------------------------------------------------------------------------------------

@@ -9,28 +9,28 @@ import torch
 from torch import Tensor
 
 from hspec.drafters.context import DraftContext, Prefix
-from hspec.drafters.hspec import HSpecDrafter
+from hspec.drafters.parallel import ParallelDrafter
 from hspec.errors import UsageError
 from hspec.targets.target import Target
-from tests.tiny import tiny_drafter
+from tests.tiny import markov_bias, tiny_drafter
 
 LENGTH, K = 25, 5
 
 
-def make_context(target: Target, drafter: HSpecDrafter, anchor: int = 7) -> DraftContext:
+def make_context(target: Target, drafter: ParallelDrafter, anchor: int = 7) -> DraftContext:
     cache = target.new_cache(1, LENGTH + 8)
     taps = target.prefill(torch.arange(5, 5 + LENGTH)[None], cache, drafter.taps).taps
     return DraftContext(torch.tensor([[anchor]]), torch.tensor([[LENGTH]]), taps, cache.view())
 
 
-def test_block_is_the_anchor_and_masks(target: Target, drafter: HSpecDrafter) -> None:
+def test_block_is_the_anchor_and_masks(target: Target, drafter: ParallelDrafter) -> None:
     block = drafter.embed_block(torch.tensor([[7, 9]]), 4)
     assert block.shape == (1, 2, 4, 64)
     assert torch.equal(block[0, :, 0], target.embedding_weight[[7, 9]])
     assert torch.equal(block[0, :, 1:], drafter.mask_embedding.expand(2, 3, 64))
 
 
-def test_every_input_reaches_every_slot(target: Target, drafter: HSpecDrafter) -> None:
+def test_every_input_reaches_every_slot(target: Target, drafter: ParallelDrafter) -> None:
     context = make_context(target, drafter)
     before = drafter.backbone(context, K + 1)
     others = {
@@ -43,7 +43,7 @@ def test_every_input_reaches_every_slot(target: Target, drafter: HSpecDrafter) -
         assert (change > 1e-4).all(), f"{name} does not reach slots {(change <= 1e-4).nonzero().flatten().tolist()}"
 
 
-def test_slots_follow_their_positions(target: Target, drafter: HSpecDrafter) -> None:
+def test_slots_follow_their_positions(target: Target, drafter: ParallelDrafter) -> None:
     """Slot j stands at anchor + j: the rotations that the attention is given are those positions'."""
     seen: list[Tensor] = []
     handle = drafter.ropes[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -52,7 +52,7 @@ def test_slots_follow_their_positions(target: Target, drafter: HSpecDrafter) -> 
     assert seen[0].tolist() == [[[LENGTH + j for j in range(K + 1)]]]
 
 
-def test_shorter_blocks_are_prefixes(target: Target, drafter: HSpecDrafter) -> None:
+def test_shorter_blocks_are_prefixes(target: Target, drafter: ParallelDrafter) -> None:
     """All of it is causal, so drafting fewer tokens changes none of them."""
     context = make_context(target, drafter)
     whole = drafter.backbone(context, K + 1)
@@ -82,10 +82,10 @@ def test_without_state_the_taps_are_not_read(target: Target) -> None:
 def test_gradients_reach_every_parameter(target: Target) -> None:
     drafter = tiny_drafter(target).train().requires_grad_(True)
     hidden = drafter.backbone(make_context(target, drafter), K + 1)
-    assert drafter.markov is not None and drafter.confidence is not None
+    assert drafter.causal is not None and drafter.confidence is not None
     previous = torch.randint(0, 211, hidden.shape[:-1])
-    logits = drafter.base_logits(hidden) + drafter.markov(previous)
-    loss = logits.logsumexp(-1).sum() + drafter.confidence(hidden, drafter.markov.embed(previous)).sum()
+    logits = drafter.base_logits(hidden) + markov_bias(drafter, previous)
+    loss = logits.logsumexp(-1).sum() + drafter.confidence(hidden, drafter.causal.embed(previous)).sum()
     loss.backward()
     dead = [name for name, p in drafter.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
     assert dead == []
@@ -100,12 +100,11 @@ def test_drafts_are_target_ids(target: Target) -> None:
     drafter.draft_ids = torch.arange(211)[-drafter.config.draft_vocab_size :]
     context = make_context(target, drafter)
     logits = drafter.base_logits(drafter.backbone(context, 2)[:, 0, 1])
-    assert drafter.markov is not None
-    first = int((logits + drafter.markov(context.anchors[:, 0])).argmax())
+    first = int((logits + markov_bias(drafter, context.anchors[:, 0])).argmax())
     assert drafter.propose(context, 1).tokens.tolist() == [[first + 211 - drafter.config.draft_vocab_size]]
 
 
-def test_the_chooser_decides_and_is_followed(target: Target, drafter: HSpecDrafter) -> None:
+def test_the_chooser_decides_and_is_followed(target: Target, drafter: ParallelDrafter) -> None:
     """Each slot's logits carry the bias of the token that was chosen before, not of the likeliest."""
     context, calls = make_context(target, drafter), []
 
@@ -119,14 +118,13 @@ def test_the_chooser_decides_and_is_followed(target: Target, drafter: HSpecDraft
     assert draft.probabilities is not None
     assert torch.equal(draft.probabilities[0], torch.cat([logits.softmax(-1) for _, logits in calls]))
     base = drafter.base_logits(drafter.backbone(context, K + 1))[0, 0]
-    assert drafter.markov is not None
     for slot, logits in calls:
         previous = context.anchors[0] if slot == 1 else draft.tokens[0, slot - 2 : slot - 1]
-        assert torch.allclose(logits, base[slot : slot + 1] + drafter.markov(previous), atol=1e-5)
+        assert torch.allclose(logits, base[slot : slot + 1] + markov_bias(drafter, previous), atol=1e-5)
 
 
 @pytest.mark.parametrize("k", [0, -1, K + 1])
-def test_k_outside_of_what_was_trained(target: Target, drafter: HSpecDrafter, k: int) -> None:
+def test_k_outside_of_what_was_trained(target: Target, drafter: ParallelDrafter, k: int) -> None:
     with pytest.raises(UsageError, match=rf"k = {k} drafted tokens, but this drafter was trained for 1 to {K}"):
         drafter.propose(make_context(target, drafter), k)
 
