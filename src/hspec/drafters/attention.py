@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,20 @@ from hspec.drafters.context import Prefix
 from hspec.drafters.norm import RMSNorm
 from hspec.drafters.rope import rotate
 
-Keep = Callable[[Tensor, Tensor], None]
+
+@dataclass
+class BlockKV:
+    """A block's own K and V so far, ``[B, N, kv_heads, slots, d]``; rotated."""
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add slots behind the others; gives all."""
+        self.keys = keys if self.keys is None else torch.cat((self.keys, keys), dim=3)
+        self.values = values if self.values is None else torch.cat((self.values, values), dim=3)
+        return self.keys, self.values
+
 
 
 def attend(
@@ -27,7 +40,8 @@ def attend(
     """One softmax over the context and the block together; nothing is copied from the context or written to it.
 
     Args:
-        q: ``[B, N, heads, S, d]``; k, v: ``[B, N, kv_heads, S, d]``: the block's own, rotated.
+        q: ``[B, N, heads, S, d]``; k, v: ``[B, N, kv_heads, S_k, d]``: the block's own, rotated; the queries are those of its
+            last S slots.
         context_k, context_v: ``[B, kv_heads, T, d]``, shared by the N blocks of a sequence; None for no context.
         context_mask: ``[B, N, T]`` bool, None where every block sees all T.
         causal: whether slot j sees slots <= j only.
@@ -36,13 +50,13 @@ def attend(
         ``[B, N, heads, S, d]``.
     """
     B, N, H, S, d = q.shape
-    KV = k.shape[2]
+    KV, S_k = k.shape[2], k.shape[3]
     rows = H // KV * S  # the query heads that share a KV head, and their slots, as rows of one matrix
     q = q.reshape(B, N, KV, rows, d).transpose(1, 2) * d**-0.5  # [B, KV, N, rows, d]
-    k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, KV, N, S, d]
-    scores = torch.matmul(q, k.transpose(-1, -2)).float()  # [B, KV, N, rows, S]
+    k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, KV, N, S_k, d]
+    scores = torch.matmul(q, k.transpose(-1, -2)).float()  # [B, KV, N, rows, S_k]
     if causal:
-        visible = torch.ones(S, S, dtype=torch.bool, device=q.device).tril().repeat(H // KV, 1)
+        visible = torch.ones(S, S_k, dtype=torch.bool, device=q.device).tril(S_k - S).repeat(H // KV, 1)
         scores = scores.masked_fill(~visible, float("-inf"))
     if context_k is None or context_v is None or context_k.shape[2] == 0:
         out = torch.matmul(scores.softmax(-1).to(v.dtype), v)
@@ -96,7 +110,7 @@ class PrefixAttention(nn.Module):
         rope: tuple[Tensor, Tensor],
         kv: tuple[Tensor, Tensor] | None,
         anchors: Tensor,
-        keep: Keep | None = None,
+        block: BlockKV | None = None,
     ) -> Tensor:
         """Attend from every slot of every block.
 
@@ -104,15 +118,15 @@ class PrefixAttention(nn.Module):
             rope: cos, sin ``[B, N, S, rotary]`` of the slots' positions.
             kv: context K/V ``[B, kv_heads, capacity, d]``, or None for the block alone.
             anchors: the context ends before this position, ``[B, N]``.
-            keep: is given the block's own K and V ``[B, N, kv_heads, S, d]``.
+            block: K/V of the slots before these, for blocks that grow slot by slot; takes up theirs too.
         """
         c = self.config
         B, N, S, _ = x.shape
         cos, sin = (t[:, :, None].to(x.dtype) for t in rope)
         q = rotate(self.q_norm(self.q_proj(x).view(B, N, S, -1, c.head_dim)).transpose(2, 3), cos, sin)
         k, v = self.project(x, rope)
-        if keep is not None:
-            keep(k, v)
+        if block is not None:
+            k, v = block.extend(k, v)
         out = self._over(q.to(v.dtype), k, v, kv, Prefix.before(anchors, self.window))
         return self.o_proj(out.transpose(2, 3).reshape(B, N, S, c.heads * c.head_dim))
 

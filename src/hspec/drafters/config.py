@@ -175,6 +175,9 @@ class ParallelConfig(DrafterConfig):
     sample_from_anchor: bool = False
     """False: a block is the anchor and k masks, and slot j predicts the token at its own position. True: it is the anchor and
     k - 1 masks, and slot j predicts the token behind it."""
+    mask_token_id: int | None = Field(None, ge=0)
+    """None: what mask slots start from is a trained vector. A token: it is the target's frozen embedding of that token, as in
+    the layout of speculators, which stores none; a drafter that is to be written there is trained so."""
     mamba: MambaConfig | None
     attention: AttentionConfig | None
     kv_layers: list[int]
@@ -201,6 +204,8 @@ class ParallelConfig(DrafterConfig):
             raise ValueError(f"kv_layers has {len(self.kv_layers)} entries for {attentions} attention sub-layers")
         if self.attention is not None and len(self.attention.rope) != attentions:
             raise ValueError(f"attention.rope has {len(self.attention.rope)} entries for {attentions} attention sub-layers")
+        if self.mask_token_id is not None and self.mask_token_id >= self.target.vocab_size:
+            raise ValueError(f"mask_token_id {self.mask_token_id} is not in the target's vocabulary of {self.target.vocab_size}")
         if any(not 0 <= layer < self.target.layers for layer in self.kv_layers):
             raise ValueError(f"kv_layers {self.kv_layers} must lie in 0..{self.target.layers - 1}")
         if self.convolution is not None and self.hidden_size % self.convolution.group:
@@ -246,14 +251,20 @@ class EagleConfig(DrafterConfig):
     kv_layers: list[int]
     """Target layer whose weights each attention layer starts from."""
     norm_before_residual: bool = False
+    """Whether the residual stream starts from the normed fused state."""
     norm_before_fc: bool = False
+    """An RMSNorm over all taps together, before the fusion ..."""
     fc_norm: bool = False
+    """... or one for each of them."""
     norm_output: bool = False
+    """Whether the state that EAGLE-3 feeds back is the one behind the final norm."""
 
     @model_validator(mode="after")
     def _consistent(self) -> EagleConfig:
         if not len(self.attention.rope) == len(self.kv_layers) == self.layers:
             raise ValueError(f"attention.rope and kv_layers must have an entry for each of {self.layers} layers")
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm exclude each other")
         return self
 
     @property

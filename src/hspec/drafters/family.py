@@ -5,15 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hspec.drafters.config import DrafterConfig, ParallelConfig
+from hspec.drafters.config import DrafterConfig, EagleConfig, ParallelConfig, ReDrafterConfig
 from hspec.drafters.drafter import Drafter
+from hspec.drafters.eagle import EagleDrafter
 from hspec.drafters.parallel import ParallelDrafter
+from hspec.drafters.redrafter import ReDrafter
 
 
 def make_drafter(config: DrafterConfig, embedding: Tensor, head: Tensor, draft_ids: Tensor) -> Drafter:
     """A drafter with fresh weights; see :class:`hspec.drafters.drafter.Drafter` for the arguments."""
     if isinstance(config, ParallelConfig):
         return ParallelDrafter(config, embedding, head, draft_ids)
+    if isinstance(config, EagleConfig):
+        return EagleDrafter(config, embedding, head, draft_ids)
+    if isinstance(config, ReDrafterConfig):
+        return ReDrafter(config, embedding, head, draft_ids)
     raise AssertionError(f"no class for {type(config).__name__}")
 
 

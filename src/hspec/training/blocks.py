@@ -48,6 +48,8 @@ class BlockBatch:
     context: DraftContext
     previous: Tensor
     """True token before each slot, ``[B, N, k]``."""
+    tokens: Tensor
+    """True token of each slot, ``[B, N, k]``."""
     rows: Tensor
     """Row of ``hidden`` that predicts each slot's token, ``[B, N, k]``."""
     weight: Tensor
@@ -89,6 +91,7 @@ def make_blocks(target: Target, batch: Batch, anchors: Anchors, taps: list[int],
     return BlockBatch(
         context=context,
         previous=tokens[row[..., None], predicted - 1],
+        tokens=tokens[row[..., None], predicted],
         rows=row[..., None] * T + predicted - 1,
         weight=weight,
         hidden=output.hidden.reshape(B * T, -1),

@@ -11,20 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hspec.drafters.checkpoint import save_drafter
 from hspec.drafters.drafter import Drafter
-from hspec.drafters.heads.causal import LowRankHead
-from hspec.drafters.heads.markov import MarkovHead
 from hspec.errors import HSpecError, UsageError
 from hspec.files import reason
 from hspec.targets.target import Target
 from hspec.training.blocks import BlockBatch, draw_anchors, make_blocks
 from hspec.training.config import TrainConfig
 from hspec.training.examples import Batch, Example, ExampleStream
-from hspec.training.objective import LossWeights, SlotStatistics, TargetRows, block_objective, slot_decay
+from hspec.training.loss import BlockLoss
+from hspec.training.objective import LossWeights, SlotStatistics
 
 STATE_FILE = "state.pt"
 LOG_FILE = "log.jsonl"
@@ -96,7 +94,7 @@ class Trainer:
         drafter.train()
         self.optimiser = torch.optim.AdamW(self._groups(), lr=config.learning_rate, betas=config.betas, fused=True)
         self.ema = {name: p.detach().clone() for name, p in drafter.named_parameters()}
-        self._head = drafter.head.to(self._dtype())
+        self.loss = BlockLoss(drafter, target, config)
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -106,7 +104,7 @@ class Trainer:
         blocks = self._blocks(self.stream.batch(self.step), stage.slots, stage.density, self.step)
         for group in self.optimiser.param_groups:
             group["lr"] = self._learning_rate() * group["factor"]
-        loss, slots, stats = self.loss(blocks, self._weights())
+        loss, slots, stats = self.loss(blocks, self._weights(), self.step / self.config.steps)
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.clip)
@@ -121,37 +119,6 @@ class Trainer:
         count = int(blocks.weight[..., 0].sum())
         self.blocks_seen += count
         return float(loss.detach()), slots, stats, count
-
-    def loss(self, blocks: BlockBatch, weights: LossWeights) -> tuple[Tensor, Tensor, SlotStatistics]:
-        """Objective of a batch of blocks, averaged over its weighted slots."""
-        d, k = self.drafter, blocks.weight.shape[-1]
-        with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
-            predicted = d.predict(blocks.context_for(d), blocks.previous)
-        counted = blocks.weight.flatten().nonzero().squeeze(1)
-        hidden = predicted.hidden.flatten(0, 1)
-        slots = torch.arange(k, device=hidden.device).expand(blocks.weight.shape).flatten()[counted]
-        slot_weight = slot_decay(k, self.config.gamma).to(hidden.device)[slots]
-        slot_weight = slot_weight / slot_weight.sum()
-        hidden = hidden[counted]
-        features = None if predicted.features is None else predicted.features.flatten(0, 1)[counted]
-        total, stats = block_objective(
-            hidden.to(self._dtype()),
-            None if features is None else features.to(self._dtype()),
-            d.causal.w2.weight if isinstance(d.causal, LowRankHead) else None,
-            self._head,
-            blocks.rows.flatten()[counted],
-            slot_weight,
-            TargetRows(blocks.hidden, self.target.logits, d.draft_ids),
-            weights,
-            self.config.objective_chunk,
-        )
-        if d.confidence is not None and self.config.confidence:
-            previous = blocks.previous.flatten()[counted]
-            seen = d.causal.embed(previous).detach() if isinstance(d.causal, MarkovHead) and d.confident_of_markov else None
-            scores = d.confidence(hidden.detach().float(), seen)
-            bce = F.binary_cross_entropy_with_logits(scores, stats.acceptance.clamp(0, 1), reduction="none")
-            total = total + self.config.confidence * (bce * slot_weight).sum()
-        return total, slots, stats
 
     def _blocks(self, batch: Batch, slots: int, density: float, key: int) -> BlockBatch:
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + key)
@@ -175,9 +142,6 @@ class Trainer:
         decay = min(self.config.ema, (1 + self.step) / (10 + self.step))
         own = [p.detach() for _, p in self.drafter.named_parameters()]
         torch._foreach_lerp_(list(self.ema.values()), own, 1 - decay)
-
-    def _dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.config.precision == "bf16" else torch.float32
 
     def _groups(self) -> list[dict[str, Any]]:
         """Weight decay for matrices only: norms, biases, A_log, D, dt_bias and the mask embedding are vectors, and have none.
@@ -234,7 +198,7 @@ class Trainer:
             self._load(self.ema)
             for index in range(min(max_batches, self.held_out.batches_per_epoch)):
                 blocks = self._blocks(self.held_out.batch(index), self.slots, 0.25, index)
-                loss, slots, stats = self.loss(blocks, LossWeights(self.config.ce, 0.0, 1 - self.config.ce))
+                loss, slots, stats = self.loss(blocks, LossWeights(self.config.ce, 0.0, 1 - self.config.ce), 1.0)
                 meter.add(float(loss), slots, stats, 0)
         finally:
             self._load(own)
