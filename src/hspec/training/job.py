@@ -32,10 +32,21 @@ from hspec.targets.target import Target
 from hspec.training.answers import AnswerSettings, write_answers
 from hspec.training.config import GrowthStage, TrainConfig
 from hspec.training.conversations import Conversation, read_conversations
+from hspec.training.estimate import (
+    ANSWER_TOKENS,
+    ANSWERING_SHARE,
+    TRAINING_SHARE,
+    TargetSize,
+    block_flops,
+    duration,
+    product_speed,
+    total_blocks,
+    total_flops,
+)
 from hspec.training.examples import Example, from_answers, from_conversations
 from hspec.training.initialise import draft_vocabulary, identity, initialise
 from hspec.training.prompts import Prompt, clean_prompts, normalised
-from hspec.training.shape import AUTO, choose_shape, explain
+from hspec.training.shape import AUTO, choose_shape, explain, preset_for
 from hspec.training.trainer import STATE_FILE, Trainer
 
 RUN_FILE = "run.yaml"
@@ -177,8 +188,6 @@ def plan(job: Job, folder: Path, resume: bool = False) -> Plan:
     memory = (
         parameters * 4 * 5 + frozen * 4 + c.objective_chunk * (2 * config.target.vocab_size + 8 * config.draft_vocab_size) * 4
     )
-    flops = 6 * (parameters - parts["causal_head"] - parts["fusion"]) * (max(slots) + 1) + 6 * parts["fusion"]
-    flops += 4 * config.draft_vocab_size * config.hidden_size * max(slots)
     disk = parameters * 4 * 5
     free = shutil.disk_usage(_existing(folder)).free
     if disk * 2 > free:
@@ -199,12 +208,30 @@ def plan(job: Job, folder: Path, resume: bool = False) -> Plan:
             + f"; {amount}; "
             + ("the target writes the answers" if job.own_answers else "answers as in the data"),
             "steps": f"{c.steps:,} of {c.batch_tokens:,} tokens; blocks grow {' -> '.join(map(str, slots))} slots",
-            "compute": f"{flops / 1e9:.2f} GFLOP a block of {max(slots)} slots; {c.precision} products",
+            "compute": f"{block_flops(config, max(slots)) / 1e9:.2f} GFLOP a block of {max(slots)} slots; {c.precision} products",
+            "time": _time(job, c, config),
             "memory": f"about {memory / 1e6:.0f} MB beside the target",
             "disk": f"about {disk * 2 / 1e6:.0f} MB in {folder} ({free / 1e9:.0f} GB free)",
             "checkpoints": f"every {c.save_minutes:g} minutes; validation every {c.validate_minutes:g}",
         }
     )
+
+
+def _time(job: Job, train: TrainConfig, config: DrafterConfig) -> str:
+    """Hours of training, and of answering if all is to be answered; see :mod:`hspec.training.estimate`."""
+    name = ALIASES.get(job.target, job.target)
+    known = next((p for p in PRESETS.values() if p.target.name in (name, config.target.name)), None)
+    size = TargetSize.of(known or preset_for(describe(job.target), name))
+    speed = product_speed(train.precision)
+    seconds = total_flops(config, size, train) / (speed * TRAINING_SHARE)
+    blocks = total_blocks(train)
+    line = f"about {duration(seconds)} for {blocks:,.0f} blocks, {blocks / seconds:,.0f} a second"
+    if job.own_answers:
+        rate = speed * ANSWERING_SHARE / (2 * (size.layers + size.head))
+        line += f"; answers at about {rate:,.0f} tokens a second"
+        if job.max_prompts is not None:
+            line += f", {duration(job.max_prompts * ANSWER_TOKENS / rate)} if none is there yet"
+    return line + f" (this machine's products: {speed / 1e9:,.0f} GFLOP a second)"
 
 
 def check_run(folder: Path, resume: bool) -> None:
