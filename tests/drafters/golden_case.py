@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hspec.drafters.authors import authors_config, convert_weights
 from hspec.drafters.checkpoint import load_weights
 from hspec.drafters.context import DraftContext
+from hspec.drafters.formats.authors import authors_config
+from hspec.drafters.formats.speculators import read_weights
 from hspec.drafters.parallel import ParallelDrafter
 from hspec.targets.cache import CacheShape, KVCache
 
@@ -59,8 +60,8 @@ def load_case(name: str) -> GoldenCase:
     tensors = load_file(FOLDER / f"case_{name}.safetensors")
     config = authors_config(raw, LAYERS)
     weights = {key[2:]: tensor for key, tensor in tensors.items() if key.startswith("w.")}
-    read = convert_weights(weights, config, raw["mask_token_id"])
-    assert read.embedding is not None
+    read = read_weights(raw, weights, config, name)
+    assert read.embedding is not None and read.head is not None
     drafter = ParallelDrafter(config, read.embedding, read.head, read.draft_ids)
     load_weights(drafter, read.weights, name)
     cache = KVCache(CacheShape(LAYERS, 2, 16), 1, LENGTH + 32, torch.float32, "cpu")

@@ -1,7 +1,7 @@
 """Drafter checkpoints: a folder with ``config.json`` (strict schema) and ``drafter.safetensors``.
 
-The target's embedding and LM head are not stored: they are taken from the target when the two meet. Checkpoints in the
-authors' layout are read too (:mod:`hspec.drafters.authors`).
+The target's embedding and LM head are not stored: they are taken from the target when the two meet. Checkpoints in other
+layouts are read too (:mod:`hspec.drafters.formats`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hspec.drafters.authors import AuthorsCheckpoint, is_authors, read_authors
 from hspec.drafters.config import SCHEMAS, DrafterConfig, ParallelConfig
 from hspec.drafters.drafter import Drafter
 from hspec.drafters.family import make_drafter
+from hspec.drafters.formats.envelope import Checkpoint, is_speculators, same_rows
+from hspec.drafters.formats.speculators import read_speculators
 from hspec.drafters.upgrade import upgrade_config, upgrade_weights
 from hspec.errors import HSpecError, UsageError
 
@@ -73,10 +74,16 @@ def read_config(folder: Path) -> DrafterConfig:
         UsageError: no such folder, or not a drafter's.
         HSpecError: the configuration is damaged, or has keys that this version does not know.
     """
-    return _parse_config(folder, _read_raw(folder))
+    return _parse_config(folder, read_raw(folder))
 
 
-def _read_raw(folder: Path) -> dict[str, Any]:
+def read_raw(folder: Path) -> dict[str, Any]:
+    """The parsed ``config.json`` of a folder.
+
+    Raises:
+        UsageError: no such folder, or no configuration in it.
+        HSpecError: it is damaged.
+    """
     path = folder / CONFIG_FILE
     if not folder.is_dir():
         raise UsageError(f"no drafter at {folder}: give a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, or a hub id")
@@ -91,7 +98,7 @@ def _read_raw(folder: Path) -> dict[str, Any]:
 
 def _parse_config(folder: Path, raw: dict[str, Any]) -> DrafterConfig:
     path = folder / CONFIG_FILE
-    if is_authors(raw):
+    if is_speculators(raw):
         raise UsageError(
             f"{path} is in the layout of speculators, which does not say all that a drafter needs: load it with its target"
         )
@@ -112,17 +119,17 @@ def _parse_config(folder: Path, raw: dict[str, Any]) -> DrafterConfig:
 
 
 def load_drafter(folder: Path, target: Target) -> Drafter:
-    """Load a checkpoint of either layout and join it to its target, in fp32 on the target's device.
+    """Load a checkpoint of any layout and join it to its target, in fp32 on the target's device.
 
     Raises:
         UsageError: the drafter is for another target or vocabulary.
         HSpecError: files are damaged.
     """
-    raw = _read_raw(folder)
-    if is_authors(raw):
+    raw = read_raw(folder)
+    if is_speculators(raw):
         target_config: Any = target.config
-        checkpoint = read_authors(folder, len(target.layers), target_config.model_type)
-        return _join_authors(checkpoint, target, str(folder)).eval().requires_grad_(False)
+        checkpoint = read_speculators(folder, len(target.layers), target_config.model_type)
+        return _join(checkpoint, target, str(folder)).eval().requires_grad_(False)
     config = _parse_config(folder, raw)
     check_target(config, target)
     path = folder / WEIGHTS_FILE
@@ -149,37 +156,55 @@ def _check_ids(ids: Tensor, config: DrafterConfig, where: str) -> Tensor:
     return ids
 
 
-def _join_authors(checkpoint: AuthorsCheckpoint, target: Target, where: str) -> Drafter:
-    """Theirs bring an embedding and LM-head rows of their own; an embedding equal to the target's is not kept twice."""
-    config = checkpoint.config
+def _join(checkpoint: Checkpoint, target: Target, where: str) -> Drafter:
+    """A checkpoint of another layout on its target; an embedding equal to the target's is not kept twice."""
+    config, weights = checkpoint.config, dict(checkpoint.weights)
     check_target(config, target)
-    weights, embedding = dict(checkpoint.weights), target.embedding_weight
-    row = checkpoint.mask_token_id
-    if checkpoint.embedding is None:
-        weights["mask_embedding"] = embedding[row]
-        if float(embedding[row].float().norm()) < 1e-4:
-            raise UsageError(
-                f"{where} has no embed_tokens, and {target.name} has zeros for its mask token {row}: the row that it was "
-                f"trained with is not known, fetch a checkpoint that has it"
-            )
-    elif not _same_rows(checkpoint.embedding, embedding, row):
-        warnings.warn(
-            f"the drafter at {where} comes with another embedding than {target.name}'s, so it was trained on other weights: "
-            f"the text stays exact, but fewer drafts will be accepted",
-            stacklevel=3,
-        )
-        embedding = checkpoint.embedding
-    drafter = make_drafter(config, embedding, checkpoint.head.float(), checkpoint.draft_ids).to(target.device)
+    if checkpoint.own_vocabulary:
+        embedding = _own_embedding(checkpoint, target, weights, where)
+    else:
+        embedding = target.embedding_weight
+        _check_shared(checkpoint, target, where)
+    pruned = len(checkpoint.draft_ids) != target.vocab_size
+    own_head = checkpoint.head is not None and (pruned or checkpoint.own_vocabulary)
+    ids = checkpoint.draft_ids.to(target.device)
+    head = checkpoint.head if own_head and checkpoint.head is not None else target.head_weight[ids]
+    drafter = make_drafter(config, embedding, head.float(), ids).to(target.device)
     load_weights(drafter, weights, where)
     return drafter
 
 
-def _same_rows(a: Tensor, b: Tensor, except_row: int) -> bool:
-    """Whether two embeddings agree, up to the rounding of a half type, in 64 rows evenly spread."""
-    rows = torch.arange(0, a.shape[0], max(1, a.shape[0] // 64))
-    rows = rows[rows != except_row]
-    one, two = a[rows].float(), b[rows.to(b.device)].float().cpu()
-    return torch.allclose(one, two, rtol=1e-2, atol=1e-2 * float(two.std()))
+def _own_embedding(checkpoint: Checkpoint, target: Target, weights: dict[str, Tensor], where: str) -> Tensor:
+    """The embedding of a type that comes with one; ``weights`` get the mask's row if the file has none."""
+    row = checkpoint.mask_token_id
+    if checkpoint.embedding is None and row is not None:
+        weights["mask_embedding"] = target.embedding_weight[row]
+        if float(target.embedding_weight[row].float().norm()) < 1e-4:
+            raise UsageError(
+                f"{where} has no embed_tokens, and {target.name} has zeros for its mask token {row}: the row that it was "
+                f"trained with is not known, fetch a checkpoint that has it"
+            )
+    if checkpoint.embedding is None or same_rows(checkpoint.embedding, target.embedding_weight, row):
+        return target.embedding_weight
+    warnings.warn(
+        f"the drafter at {where} comes with another embedding than {target.name}'s, so it was trained on other weights, or "
+        f"trained them too: the text stays exact, but fewer drafts will be accepted",
+        stacklevel=4,
+    )
+    return checkpoint.embedding
+
+
+def _check_shared(checkpoint: Checkpoint, target: Target, where: str) -> None:
+    """Of a type that has the target's embedding and head: ones that are stored all the same must be these."""
+    stored = {"embed_tokens.weight": (checkpoint.embedding, target.embedding_weight)}
+    if len(checkpoint.draft_ids) == target.vocab_size:
+        stored["lm_head.weight"] = (checkpoint.head, target.head_weight)
+    others = [name for name, (own, theirs) in stored.items() if own is not None and not same_rows(own, theirs)]
+    if others:
+        raise UsageError(
+            f"{where} comes with another {' and '.join(others)} than {target.name}'s; of this type the library takes the "
+            f"target's, but servers take what is stored: not supported, choose the target that it was trained for"
+        )
 
 
 def build_drafter(config: DrafterConfig, target: Target, draft_ids: Tensor) -> Drafter:

@@ -241,7 +241,7 @@ class EagleConfig(DrafterConfig):
     """EAGLE-3 and P-EAGLE: own attention layers over (token, hidden state) pairs at every position.
 
     EAGLE-3 drafts one token a pass and feeds its own hidden state back; P-EAGLE drafts all in one pass, with a learned hidden
-    state where the target's is not there yet.
+    state where the target's is not there yet. ``attention.window`` counts the rows before slot 0's, for all slots of a block.
     """
 
     method: Literal["eagle3", "peagle"] = "eagle3"

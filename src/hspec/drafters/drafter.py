@@ -64,6 +64,11 @@ class Drafter(nn.Module):
         return self.config.max_draft
 
     @property
+    def max_nodes(self) -> int:
+        """The most drafts of one step, all branches of a tree together."""
+        return self.max_draft
+
+    @property
     def memory_shape(self) -> CacheShape | None:
         """What the drafter keeps for every context token; None for one that keeps nothing, as H-Spec."""
         return None

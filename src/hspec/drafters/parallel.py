@@ -36,11 +36,15 @@ class ParallelDrafter(Drafter):
     """See :class:`hspec.drafters.drafter.Drafter` for the arguments."""
 
     config: ParallelConfig
+    mask_embedding: Tensor
 
     def __init__(self, config: ParallelConfig, embedding: Tensor, head: Tensor, draft_ids: Tensor):
         super().__init__(config, embedding, head, draft_ids)
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.mask_embedding = nn.Parameter(embedding.float().mean(0).clone())
+        if config.mask_token_id is None:
+            self.mask_embedding = nn.Parameter(embedding.float().mean(0).clone())
+        else:  # the target's row: nothing to train, nothing to store
+            self.register_buffer("mask_embedding", embedding[config.mask_token_id].float().clone(), persistent=False)
         self.seed = StateSeed(config) if config.seeds_state else None
         self.fusion = Fusion(len(config.taps), hidden, config.fusion_rank, eps, config.fusion_norm) if config.injects else None
         self.norms = nn.ModuleList(RMSNorm(hidden, eps=eps) for _ in config.pattern)
@@ -69,7 +73,7 @@ class ParallelDrafter(Drafter):
     def _causal_head(self) -> CausalHead | None:
         c, vocabulary = self.config, self.config.target.vocab_size
         if isinstance(c.head, MarkovConfig):
-            return markov_head(c.head, vocabulary, c.draft_vocab_size, c.hidden_size)
+            return markov_head(c.head, vocabulary, c.draft_vocab_size, c.hidden_size, leads=not c.sample_from_anchor)
         if isinstance(c.head, GruConfig):
             return GruHead(c.head, self.embedding, c.draft_vocab_size, c.hidden_size)
         if isinstance(c.head, SelectorConfig):
@@ -165,5 +169,7 @@ class ParallelDrafter(Drafter):
         slots, first = self._slots(k)
         block = self.backbone(context, slots).flatten(0, 1)
         hidden = block[:, first:]
-        features = self.causal.features(hidden, previous.flatten(0, 1)) if isinstance(self.causal, LowRankHead) else None
+        features = None
+        if isinstance(self.causal, LowRankHead):
+            features = self.causal.features(hidden, previous.flatten(0, 1), block[:, 0])
         return Prediction(hidden, features, block[:, 0])

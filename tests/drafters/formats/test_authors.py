@@ -13,18 +13,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hspec.drafters.authors import authors_config, convert_weights, is_authors, read_authors, weight_names
 from hspec.drafters.checkpoint import load_drafter, read_config
 from hspec.drafters.config import ParallelConfig
 from hspec.drafters.context import DraftContext
+from hspec.drafters.formats.authors import authors_config, is_authors, weight_names
+from hspec.drafters.formats.speculators import read_speculators, read_weights, write_authors
 from hspec.drafters.parallel import ParallelDrafter
 from hspec.errors import HSpecError, UsageError
 from hspec.targets.target import Target
 from tests.drafters.golden_case import FOLDER, LAYERS, GoldenCase, load_case
-from tests.tiny import randomise, tiny_target
+from tests.tiny import randomise, tiny_config, tiny_drafter, tiny_target
 
 RAW = {case: json.loads((FOLDER / f"case_{case}.json").read_text(encoding="utf-8")) for case in "AB"}
 Change = Callable[[dict[str, Any]], Any]
@@ -178,13 +179,14 @@ def test_rope_without_entries_is_the_nested_one() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda r: r.update(speculators_model_type="dflash"), "type 'dflash'; of this layout only 'mamba_attn_hybrid'"),
+        (lambda r: r.update(speculators_model_type="dflash"), "the type 'dflash', not 'mamba_attn_hybrid'"),
         (lambda r: r.update(markov_head_type="rnn"), "markov_head_type 'rnn' is not supported"),
         (lambda r: r.update(sliding_window_prefix=4), "sliding_window_prefix = 4 is not supported"),
         (lambda r: r.update(layer_mapping=[[1, 2]]), "layer_mapping = .* is not supported"),
         (lambda r: r.update(no_mlp_layer_indices=[1]), "no_mlp_layer_indices = .* is not supported"),
         (lambda r: r.update(quantization_config={"bits": 4}), "quantization_config"),
         (lambda r: r.update(some_new_gate=True), "some_new_gate = True is not supported"),
+        (lambda r: r.update(gate=1, sample_from_anchor=True), "gate = 1, sample_from_anchor = True is not supported"),
         (lambda r: r["transformer_layer_config"].update(hidden_act="gelu"), "hidden_act = 'gelu' is not supported"),
         (lambda r: r["transformer_layer_config"].update(attention_bias=True), "attention_bias = True is not supported"),
         (
@@ -255,7 +257,7 @@ def test_every_tensor_finds_its_place(change: Change, tmp_path: Path) -> None:
     tensors = layout_of(drafter, 211, raw["mask_token_id"])
     if config.draft_vocab_size < 211:
         tensors["d2t"] = torch.full((128,), 83)  # the last 128 of the target's
-    read = read_authors(write(tmp_path, raw, tensors), LAYERS)
+    read = read_speculators(write(tmp_path, raw, tensors), LAYERS)
     assert read.config == config
     assert read.weights.keys() == drafter.state_dict().keys()
     for name, weight in drafter.state_dict().items():
@@ -269,18 +271,22 @@ def test_mask_row_is_the_checkpoints_own(golden: GoldenCase) -> None:
     weights = golden.weights()
     weights["embed_tokens.weight"] = weights["embed_tokens.weight"].clone()
     weights["embed_tokens.weight"][209] = 3.0
-    read = convert_weights(weights, golden.drafter.config, 209)
+    read = read_weights(golden.raw, weights, golden.drafter.config, "a folder")
     assert torch.equal(read.weights["mask_embedding"], torch.full((64,), 3.0))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: w.pop("fc.weight"), r"missing \['fc.weight'\]"),
-        (lambda w: w.pop("lm_head.weight"), r"missing \['lm_head.weight'\]"),
+        (lambda w: w.pop("fc.weight"), "a folder does not fit its config.json: fc.weight is missing: the file is damaged"),
+        (lambda w: w.pop("lm_head.weight"), "lm_head.weight is missing"),
         (
             lambda w: w.update({"layers.3.self_attn.q_proj.bias": torch.ones(64)}),
-            r"not expected \['layers.3.self_attn.q_proj.bias'\]",
+            "layers.3.self_attn.q_proj.bias is not expected",
+        ),
+        (  # all at once
+            lambda w: [w.pop("norm.weight"), w.pop("fc.weight"), w.update(a=torch.ones(1), D=torch.ones(2), d2t=torch.ones(3))],
+            r"fc.weight is missing; norm.weight is missing; D is not expected; a is not expected; d2t is \[3\], .*\[128\]",
         ),
         (lambda w: w.pop("d2t"), "no d2t for its draft vocabulary of 128 in 211"),
         (lambda w: w.update(d2t=w["d2t"] + 200), "d2t does not give ascending ids below 211"),
@@ -295,13 +301,13 @@ def test_weights_that_do_not_fit(golden: GoldenCase, change: Callable[[dict[str,
     weights = golden.weights()
     change(weights)
     with pytest.raises(HSpecError, match=message):
-        convert_weights(weights, golden.drafter.config, 209)
+        read_weights(golden.raw, weights, golden.drafter.config, "a folder")
 
 
 @pytest.mark.parametrize("token", [None, -1, 211])
 def test_mask_token_that_is_none(golden: GoldenCase, token: int | None) -> None:
     with pytest.raises(HSpecError, match="mask_token_id"):
-        convert_weights(golden.weights(), golden.drafter.config, token)
+        read_weights(golden.raw | {"mask_token_id": token}, golden.weights(), golden.drafter.config, "a folder")
 
 
 # -- folders, joined to a target ---------------------------------------------------------------------------------
@@ -373,7 +379,7 @@ def test_shards(golden: GoldenCase, folder: Path, target8: Target) -> None:
         save_file({name: weights[name].contiguous() for name in some}, folder / file)
     index = {"weight_map": {name: file for file, some in parts.items() for name in some}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert read_authors(folder, LAYERS).weights.keys() == golden.drafter.state_dict().keys()
+    assert read_speculators(folder, LAYERS).weights.keys() == golden.drafter.state_dict().keys()
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(HSpecError, match=r"has no model-00002-of-00002\.safetensors"):
         load_drafter(folder, target8)
@@ -382,7 +388,7 @@ def test_shards(golden: GoldenCase, folder: Path, target8: Target) -> None:
 def test_index_may_not_leave_the_folder(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
     with pytest.raises(HSpecError, match="outside of the drafter's folder"):
-        read_authors(folder, LAYERS)
+        read_speculators(folder, LAYERS)
 
 
 def test_truncated_file(folder: Path, target8: Target) -> None:
@@ -422,9 +428,124 @@ def test_configuration_alone_is_not_enough(folder: Path) -> None:
 
 def test_no_folder(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no drafter at"):
-        read_authors(tmp_path / "nowhere", LAYERS)
+        read_speculators(tmp_path / "nowhere", LAYERS)
+
+
+def test_unknown_type(tmp_path: Path, target8: Target) -> None:
+    folder = write(tmp_path / "other", {"speculators_model_type": "mtp"}, {})
+    with pytest.raises(
+        UsageError, match=r"the type 'mtp'; of the layout of speculators mamba_attn_hybrid, dflash, .* can be read"
+    ):
+        load_drafter(folder, target8)
 
 
 def test_our_own_configuration_is_not_theirs(golden: GoldenCase) -> None:
     config: ParallelConfig = golden.drafter.config
     assert not is_authors(config.model_dump())
+
+
+# -- writing -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["A", "B"])
+def test_golden_checkpoints_come_back(case: str, tmp_path: Path, target8: Target) -> None:
+    """Read and written: every tensor in every bit, and every key that is read."""
+    golden = load_case(case)
+    write_authors(golden.drafter, target8, tmp_path / "out", golden.raw["mask_token_id"])
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    stored = golden.weights()
+    assert written.keys() == stored.keys() - {"verifier_lm_head.weight", "verifier_norm.weight"}
+    assert all(torch.equal(tensor, stored[name]) and tensor.dtype == stored[name].dtype for name, tensor in written.items())
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
+    anyhow = {"transformer_layer_config", "speculators_config"}
+    assert {k: v for k, v in raw.items() if k not in anyhow} == {k: golden.raw[k] for k in raw if k not in anyhow}
+    nested = raw["transformer_layer_config"]
+    assert nested == {k: golden.raw["transformer_layer_config"][k] for k in nested}
+    proposal, theirs = raw["speculators_config"], golden.raw["speculators_config"]
+    assert {**proposal, "verifier": None} == {**theirs, "verifier": None}
+    assert proposal["verifier"] == {"name_or_path": "an unnamed target", "architectures": ["Qwen3ForCausalLM"]}
+    unwritten = {k: v for k, v in golden.raw.items() if k not in raw and v not in (None, False, 0)}
+    assert unwritten.keys() <= {  # how it was trained
+        "agg_mode", "auto_map", "init_k_norm", "init_kv_proj", "init_q_norm", "init_q_proj", "mamba_expand", "max_anchors",
+        "trainable_kv_proj", "trainable_q_proj", "transformers_version", "verifier_layer_prefix",
+    }  # fmt: skip
+
+
+HYBRID = ["mamba", "mlp", "mamba", "attention", "mlp", "attention", "mlp"]
+OURS: list[dict[str, Any]] = [
+    {},
+    {"seed_mode": "per_layer"},
+    {"seed_mode": "once", "fusion_norm": True},
+    {"use_state": False, "method": "hspec-no-state"},
+    {"context": "none", "method": "hspec-no-kv"},
+    {"window": None, "causal": False},
+    {"causal": False},
+    {"qk_norm": False},
+    {"markov_rank": 0, "confidence_head": False, "confidence_with_markov": False},
+    {"confidence_with_markov": False, "block_size": 17},
+    {"draft_vocab": 211},
+    {"mask_token_id": 5},
+    {"pattern": ["mamba", "mlp"], "attention": None, "method": "mamba-only"},
+    {"pattern": ["attention", "mlp"], "mamba": None, "use_state": False, "method": "attention-only"},
+]
+
+
+def ours(target: Target, fields: dict[str, Any]) -> ParallelDrafter:
+    """A random drafter; ``causal`` and ``qk_norm`` are its attention's, the rest goes to :func:`tests.tiny.tiny_config`."""
+    fields = {"pattern": HYBRID, "rms_norm_eps": 1e-5} | fields
+    causal, qk_norm = fields.pop("causal", True), fields.pop("qk_norm", True)
+    config, update = tiny_config(target, **fields), {}
+    if config.attention is not None:
+        rope = [{"rope_type": "default", "rope_theta": 10.0**i, "partial_rotary_factor": 0.5} for i in range(2, 4)]
+        changed = {"causal_block": causal, "qk_norm": qk_norm, "rope": rope[: len(config.attention.rope)]}
+        update["attention"] = config.attention.model_copy(update=changed).model_dump()
+    return tiny_drafter(target, 4, ParallelConfig.model_validate({**config.model_dump(), **update}))
+
+
+@pytest.mark.parametrize("fields", OURS)
+def test_what_is_written_is_read_again(target8: Target, tmp_path: Path, fields: dict[str, Any]) -> None:
+    """Bit for bit, but for the hashes of the target; a mask that is the target's row comes back as a vector of its own."""
+    drafter = ours(target8, dict(fields))
+    write_authors(drafter, target8, tmp_path / "out", 209)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = load_drafter(tmp_path / "out", target8)
+    target = drafter.config.target.model_copy(update={"weight_hash": None, "template_hash": None})
+    assert again.config == drafter.config.model_copy(update={"target": target, "mask_token_id": None})
+    assert again.state_dict().keys() == drafter.state_dict().keys() | {"mask_embedding"}
+    for name, weight in drafter.state_dict().items():
+        assert torch.equal(again.state_dict()[name], weight), name
+    for name in ("head", "draft_ids", "mask_embedding", "embedding"):
+        assert torch.equal(getattr(again, name), getattr(drafter, name)), name
+    stored = load_file(tmp_path / "out" / "model.safetensors")["embed_tokens.weight"]
+    assert torch.equal(stored[209], drafter.mask_embedding)
+    assert torch.equal(stored[:209], target8.embedding_weight[:209])
+
+
+@pytest.mark.parametrize(
+    ("fields", "reasons"),
+    [
+        ({"convolution": {"group": 16}}, ["its convolution"]),
+        ({"head": {"kind": "gru", "size": 8, "rank": 4}, "confidence_with_markov": False}, ["its causal head (gru;"]),
+        ({"head": {"kind": "markov", "rank": 4, "variant": "gated"}}, ["its causal head (gated;"]),
+        ({"context": "features"}, ["attention.context: features"]),
+        ({"sample_from_anchor": True}, ["sample_from_anchor"]),
+        ({"fusion_rank": 32}, ["fusion_rank 32"]),
+        ({"taps": [1, 8]}, ["its tap 8, the target's last output"]),
+        ({"window": None}, ["causal blocks without a window"]),
+        ({"window": [4, None], "causal": False}, ["different windows"]),
+        ({"convolution": {"group": 16}, "sample_from_anchor": True}, ["its convolution", "sample_from_anchor"]),
+    ],
+)
+def test_what_has_no_place_is_named(target8: Target, tmp_path: Path, fields: dict[str, Any], reasons: list[str]) -> None:
+    drafter = ours(target8, dict(fields))
+    with pytest.raises(UsageError, match="cannot be written as mamba_attn_hybrid, the authors' layout") as caught:
+        write_authors(drafter, target8, tmp_path / "out", 209)
+    assert all(reason in str(caught.value) for reason in reasons), caught.value
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("token", [None, 211])
+def test_a_mask_token_must_be_named(target8: Target, tmp_path: Path, token: int | None) -> None:
+    with pytest.raises(UsageError, match=r"names none .* below 211 that never occurs in text"):
+        write_authors(ours(target8, {}), target8, tmp_path / "out", token)

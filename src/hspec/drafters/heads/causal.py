@@ -46,9 +46,13 @@ class LowRankHead(CausalHead):
         """One slot: state, ``[M, hidden]``, ``[M]`` target ids -> e_j ``[M, rank]``, the next state."""
         raise NotImplementedError
 
-    def features(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """All slots, each behind its true token: ``[M, k, hidden]``, ``[M, k]`` -> ``[M, k, rank]``."""
-        state, out = self.start(hidden.shape[0]), []
+    def lead(self, state: Any, anchor_hidden: Tensor | None, anchors: Tensor) -> Any:
+        """What a slot 0 that drafts nothing does to the first state: ``[M, hidden]``, target ids ``[M]``. Most heads skip it."""
+        return state
+
+    def features(self, hidden: Tensor, previous: Tensor, anchor_hidden: Tensor | None = None) -> Tensor:
+        """All slots, each behind its true token: ``[M, k, hidden]``, ``[M, k]``, slot 0's ``[M, hidden]`` -> ``[M, k, rank]``."""
+        state, out = self.lead(self.start(hidden.shape[0]), anchor_hidden, previous[:, 0]), []
         for j in range(hidden.shape[1]):
             e, state = self.step(state, hidden[:, j], previous[:, j])
             out.append(e)
@@ -60,6 +64,8 @@ class LowRankHead(CausalHead):
 
         def slot(j: int, previous: Tensor) -> Tensor:
             nonlocal state
+            if j == 0:
+                state = self.lead(state, anchor_hidden, previous)
             e, state = self.step(state, hidden[:, j], previous)
             return logits[:, j] + self.w2(e).float()
 

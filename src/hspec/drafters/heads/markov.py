@@ -28,7 +28,7 @@ class MarkovHead(LowRankHead):
     def step(self, state: Any, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Any]:
         return self.w1(previous), state
 
-    def features(self, hidden: Tensor, previous: Tensor) -> Tensor:
+    def features(self, hidden: Tensor, previous: Tensor, anchor_hidden: Tensor | None = None) -> Tensor:
         return self.w1(previous)
 
 
@@ -42,17 +42,22 @@ class GatedMarkovHead(MarkovHead):
     def step(self, state: Any, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Any]:
         return self.features(hidden, previous), state
 
-    def features(self, hidden: Tensor, previous: Tensor) -> Tensor:
+    def features(self, hidden: Tensor, previous: Tensor, anchor_hidden: Tensor | None = None) -> Tensor:
         e = self.w1(previous)
         return torch.sigmoid(self.gate(torch.cat((hidden.to(e.dtype), e), dim=-1))) * e
 
 
 class RecurrentMarkovHead(MarkovHead):
     """A gated state s over the block's tokens: (g, c, o) of one linear on [s; e; h];
-    s' = sigmoid(g) s + (1 - sigmoid(g)) tanh c, and tanh o goes to W_2. s starts at zero."""
+    s' = sigmoid(g) s + (1 - sigmoid(g)) tanh c, and tanh o goes to W_2. s starts at zero.
 
-    def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int, hidden_size: int):
+    Args:
+        leads: whether the block's slot 0 drafts nothing; the state has read it all the same, behind the anchor as slot 1.
+    """
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int, hidden_size: int, leads: bool = False):
         super().__init__(vocab_size, draft_vocab_size, rank)
+        self.leads = leads
         self.joint = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
     def start(self, blocks: int) -> Tensor:
@@ -64,13 +69,22 @@ class RecurrentMarkovHead(MarkovHead):
         keep = torch.sigmoid(g)
         return torch.tanh(o), keep * state + (1 - keep) * torch.tanh(c)
 
-    def features(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        return LowRankHead.features(self, hidden, previous)
+    def lead(self, state: Tensor, anchor_hidden: Tensor | None, anchors: Tensor) -> Tensor:
+        if not self.leads:
+            return state
+        assert anchor_hidden is not None
+        return self.step(state, anchor_hidden, anchors)[1]
+
+    def features(self, hidden: Tensor, previous: Tensor, anchor_hidden: Tensor | None = None) -> Tensor:
+        return LowRankHead.features(self, hidden, previous, anchor_hidden)
 
 
-def markov_head(config: MarkovConfig, vocab_size: int, draft_vocab_size: int, hidden_size: int) -> MarkovHead:
-    """The head of the variant asked for."""
+def markov_head(
+    config: MarkovConfig, vocab_size: int, draft_vocab_size: int, hidden_size: int, leads: bool = False
+) -> MarkovHead:
+    """The head of the variant asked for; ``leads``: see :class:`RecurrentMarkovHead`."""
     if config.variant == "vanilla":
         return MarkovHead(vocab_size, draft_vocab_size, config.rank)
-    kind = GatedMarkovHead if config.variant == "gated" else RecurrentMarkovHead
-    return kind(vocab_size, draft_vocab_size, config.rank, hidden_size)
+    if config.variant == "gated":
+        return GatedMarkovHead(vocab_size, draft_vocab_size, config.rank, hidden_size)
+    return RecurrentMarkovHead(vocab_size, draft_vocab_size, config.rank, hidden_size, leads)
