@@ -19,6 +19,10 @@ from hspec.api import make_request
 from hspec.decoding.engine import Engine
 from hspec.decoding.params import SamplingParams
 from hspec.decoding.session import Session
+from hspec.drafters.methods import METHODS
+from hspec.drafters.parameters import parameters_by_part
+from hspec.drafters.presets import PRESETS
+from hspec.training.job import read_job
 from hspec.training.trainer import Trainer
 from tests.saved import loaded, save_drafter_for, save_target, write_exchanges
 from tests.tiny import tiny_target
@@ -395,6 +399,46 @@ def test_measure(hspec: Run, place: Path, roomy: list[Any], tmp_path: Path) -> N
     assert other.code == 2 and "holds measurements of something else" in other.err
 
 
+# -- convert -----------------------------------------------------------------------------------------------------
+
+
+def test_convert(hspec: Run, place: Path, tmp_path: Path) -> None:
+    """There and back; what comes back answers as the drafter that went."""
+    target = ["-t", place / "target"]
+    done = hspec("convert", place / "drafter", tmp_path / "theirs", "--to", "authors", "--mask-token", 5, *target, "--json")
+    report = json.loads(done.out)
+    assert (done.code, done.err) == (0, "") and report["max_difference"] == 0.0
+    assert (report["method"], report["source"], report["layout"]) == ("hspec", "hspec", "authors")
+    back = hspec("convert", tmp_path / "theirs", tmp_path / "ours", "--to", "hspec", *target)
+    assert back.code == 0 and "from the layout of authors to that of hspec" in back.out
+    assert "the logits of 4 blocks differ by at most 0.0e+00" in back.out.replace("\n", " ")
+    answers = [
+        json.loads(hspec("generate", "hello", *target, "-d", folder, "-n", 6, "--json").out)
+        for folder in (place / "drafter", tmp_path / "theirs", tmp_path / "ours")
+    ]
+    assert answers[0] == answers[1] == answers[2]
+    shown = hspec("info", tmp_path / "theirs", "--json")
+    assert json.loads(shown.out) == json.loads(hspec("info", place / "drafter", "--json").out)
+
+
+@pytest.mark.parametrize(
+    ("source", "to", "message"),
+    [
+        ("drafter", "onnx", "no layout 'onnx': choose one of hspec, speculators, authors"),
+        ("drafter", "authors", "names none (None): name one below"),
+        ("drafter", "speculators", "which has no place for: its pattern"),
+        ("nowhere", "hspec", "no drafter at"),
+        ("target", "hspec", "does not describe a drafter"),
+    ],
+)
+def test_conversions_that_fail(hspec: Run, place: Path, tmp_path: Path, source: str, to: str, message: str) -> None:
+    done = hspec("convert", place / source, tmp_path / "out", "--to", to, "-t", place / "target")
+    assert done.code == 2 and message in done.err and len(done.err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+    taken = hspec("convert", place / "drafter", place / "target", "--to", "hspec", "-t", place / "target")
+    assert taken.code == 2 and "is there already" in taken.err
+
+
 # -- train -------------------------------------------------------------------------------------------------------
 
 
@@ -488,3 +532,84 @@ def test_a_full_disk_in_training(hspec: Run, place: Path, tmp_path: Path, monkey
     lines = done.err.splitlines()
     assert done.code == 1 and len(lines) == 1 and "No space left on device" in lines[0] and "Traceback" not in done.err
     assert not (tmp_path / "run" / "state.pt").exists() and not list(tmp_path.rglob("*.partial"))
+
+
+# -- methods, comparison, recipes --------------------------------------------------------------------------------
+
+
+def test_methods(hspec: Run, tmp_path: Path) -> None:
+    """Without a network, and before anything was fetched."""
+    table = hspec("methods")
+    assert (table.code, table.err) == (0, "")
+    assert all(name in table.out for name in METHODS) and "3,072" in table.out
+    rows = json.loads(hspec("methods", "--json").out)
+    assert [row["name"] for row in rows] == list(METHODS)
+    assert {tuple(row) for row in rows} == {("name", "context", "backbone", "head", "passes", "kv_bytes_per_token")}
+    large = json.loads(hspec("methods", "--target", "Qwen/Qwen3-8B", "--json").out)
+    assert {row["kv_bytes_per_token"] for row in large if row["name"] == "dflash"} == {20480}
+    assert not (tmp_path / "cache").exists()
+
+
+def test_comparison(hspec: Run, place: Path) -> None:
+    rows = json.loads(hspec("info", "--compare", "--json").out)
+    assert list(dict.fromkeys(row["target"] for row in rows)) == [
+        "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B",
+    ]  # fmt: skip
+    table = hspec("info", "--compare", "--target", "qwen3-8b", "-t", place / "target")
+    assert table.code == 0 and "qwen3-8b: trainable parameters" in table.out and "+3.02 %" in table.out
+    assert table.out.count("dflash-kv") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["methods", "-t", "no-such"], "no target 'no-such'"),
+        (["info"], "name what to describe"),
+        (["info", "qwen3-8b", "--compare"], "name their target with --target qwen3-8b"),
+        (["info", "--target", "qwen3-8b"], "--target goes with --compare"),
+        (["info", "--compare", "--target", "no-such"], "no target 'no-such'"),
+    ],
+    ids=str,
+)
+def test_comparisons_of_nothing(hspec: Run, arguments: list[str], message: str) -> None:
+    done = hspec(*arguments)
+    assert done.code == 2 and message in done.err and done.err.count("\n") == 1
+
+
+def test_prompt_lookup(hspec: Run, place: Path) -> None:
+    target = ["-t", place / "target", "--raw", "-n", 24, "--json"]
+    prompt = "again and again and again and"
+    plain = json.loads(hspec("generate", prompt, *target, "--no-draft").out)
+    looked_up = json.loads(hspec("generate", prompt, *target, "--drafter", "ngram").out)
+    assert looked_up["token_ids"] == plain["token_ids"] and looked_up["finish_reason"] == plain["finish_reason"]
+    assert looked_up["acceptance"], "some drafts were tested"
+
+
+@pytest.mark.parametrize(
+    "recipe", sorted((Path(cli.__file__).parent / "assets" / "recipes").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_recipes(hspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Path) -> None:
+    """The paper's three targets are known without a network; any method can be planned by the same file."""
+    room = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: room._replace(free=10**12))
+    plan = hspec("train", "--config", recipe, "--out", tmp_path / "run", "--dry-run")
+    assert (plan.code, plan.err) == (0, "")
+    own = sum(parameters_by_part(PRESETS[recipe.stem]).values())
+    assert f"{own / 1e6:.1f} M" in plan.out
+    steps = "27,086" if recipe.stem.startswith("llama") else "104,032"
+    assert f"{steps} of 8,192 tokens" in plan.out and "7 slots" in plan.out
+    other = hspec("train", "--config", recipe, "--method", "dflash", "--out", tmp_path / "run", "--dry-run")
+    assert other.code == 0 and steps in other.out and "mamba" not in other.out
+
+
+def test_the_recipes_are_the_papers_three() -> None:
+    """0.1 CE + 0.9 TV at every step, gamma 4, peak 6e-4."""
+    folder = Path(cli.__file__).parent / "assets" / "recipes"
+    names = {path.stem for path in folder.glob("*.yaml")}
+    assert names == {"llama-3.1-8b", "qwen3-4b", "qwen3-8b"}
+    for name in names:
+        job = read_job(folder / f"{name}.yaml")
+        assert (job.target, job.method, job.max_prompts) == (PRESETS[name].target.name, "hspec", 100_000)
+        c = job.train
+        assert (c.learning_rate, c.ce, c.gamma, c.kl_share(0), c.slots) == (6e-4, 0.1, 4.0, 0.0, 7)
+        assert (job.target.startswith("Qwen")) == (c.steps == 104_032)

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from hspec.decoding.engine import Engine, Step
+from hspec.decoding.engine import Drafter, Engine, Step
 from hspec.decoding.params import SamplingParams
 from hspec.decoding.sequence import Request, Result
 from hspec.drafters.checkpoint import load_drafter as load_checkpoint
-from hspec.drafters.drafter import Drafter
+from hspec.drafters.ngram import NAME as NGRAM
+from hspec.drafters.ngram import NgramDrafter
 from hspec.errors import UsageError
 from hspec.targets.sources import ALIASES, SMOLLM2_NAME
 from hspec.targets.target import Target
@@ -62,12 +63,17 @@ def _from_hub(source: str) -> Path:
 
 
 def load_drafter(source: str | Path | None, target: Target) -> Drafter:
-    """Load a drafter for inference on ``target``; ``source`` is a folder, a hub id, or None for the one that ships.
+    """Load a drafter for inference on ``target``.
+
+    Args:
+        source: a folder, a hub id, ``ngram`` for prompt lookup, or None for the drafter that ships.
 
     Raises:
         UsageError: no such drafter, or one for another target.
         HSpecError: its files are damaged.
     """
+    if source == NGRAM:
+        return NgramDrafter(target.vocab_size, device=target.device)
     return load_checkpoint(drafter_folder(source, target.name), target).prepare()
 
 

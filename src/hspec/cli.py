@@ -30,13 +30,16 @@ DEFAULT_TARGET = "smollm2"
 TargetArgument = Annotated[str, typer.Option("--target", "-t", help="smollm2 (packaged), a folder, a .gguf file or a hub id.")]
 DrafterOption = Annotated[
     str | None,
-    typer.Option("--drafter", "-d", help="A drafter's folder or hub id; by default the one that ships for the target."),
+    typer.Option(
+        "--drafter", "-d", help="A drafter's folder or hub id, or ngram (prompt lookup); by default the one that ships."
+    ),
 ]
 KOption = Annotated[
     int | None, typer.Option("-k", min=1, help="Drafted tokens a step; at most what the drafter was trained for.")
 ]
 NoDraftOption = Annotated[bool, typer.Option("--no-draft", help="Decode without a drafter.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+JsonListOption = Annotated[bool, typer.Option("--json", help="Print one JSON list and nothing else.")]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; by default torch's choice.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1 ...")]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="float32 (exact), bfloat16 or float16.")]
@@ -291,15 +294,33 @@ def chat(
 
 @app.command()
 def info(
-    source: Annotated[str, typer.Argument(help="A target (smollm2, folder, .gguf, hub id), a drafter's folder, or a preset.")],
+    source: Annotated[
+        str | None, typer.Argument(help="A target (smollm2, folder, .gguf, hub id), a drafter's folder, or a preset.")
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Parameters of every method, beside H-Spec's.")] = False,
+    target: Annotated[
+        list[str] | None,
+        typer.Option("--target", "-t", help="With --compare: for this target or preset; may be given several times."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Layers, heads, parameters by part and KV bytes a token of a target, a drafter or a preset.
+    """Layers, heads, parameters by part and KV bytes a token of a target, a drafter or a preset; or all methods compared.
 
     Examples:  hspec info smollm2   |   hspec info qwen3-8b   |   hspec info path/to/drafter --json
+    |   hspec info --compare --target smollm2
     """
+    from hspec.evaluation.compare import PAPER_TARGETS
     from hspec.evaluation.describe import describe
 
+    if compare:
+        if source is not None:
+            raise UsageError(f"--compare is of all methods: name their target with --target {source}")
+        _print_comparison(target or list(PAPER_TARGETS), as_json)
+        return
+    if target:
+        raise UsageError("--target goes with --compare: give what to describe as an argument")
+    if source is None:
+        raise UsageError("name what to describe: a target, a drafter's folder or a preset (or --compare for all methods)")
     facts = describe(source)
     if as_json:
         print(json.dumps(facts))
@@ -309,6 +330,84 @@ def info(
         shown = ", ".join(f"{n}: {v:,}" for n, v in value.items()) if isinstance(value, dict) else value
         table.add_row(key.replace("_", " "), f"{shown:,}" if isinstance(shown, int) else escape(str(shown)))
     Console(highlight=False).print(table)
+
+
+def _print_comparison(targets: list[str], as_json: bool) -> None:
+    from hspec.evaluation.compare import compare
+
+    found = {target: compare(target) for target in targets}
+    if as_json:
+        print(json.dumps([row for rows in found.values() for row in rows]))
+        return
+    console = Console(highlight=False)
+    for target, rows in found.items():
+        parts = [part for part in rows[0]["parameters_by_part"] if any(row["parameters_by_part"][part] for row in rows)]
+        table = Table(title=f"{escape(target)}: trainable parameters, millions")
+        table.add_column("method")
+        for name in ("all", "to hspec", *(part.replace("_", " ") for part in parts)):
+            table.add_column(name, justify="right")
+        for row in rows:
+            numbers = [f"{row['parameters_by_part'][part] / 1e6:.2f}" for part in parts]
+            table.add_row(row["method"], f"{row['parameters'] / 1e6:.2f}", f"{row['difference_percent']:+.2f} %", *numbers)
+        console.print(table)
+
+
+@app.command()
+def methods(target: TargetArgument = DEFAULT_TARGET, as_json: JsonListOption = False) -> None:
+    """All methods: their parts, drafter passes a step, and the bytes that they keep of every context token (bf16).
+
+    Examples:  hspec methods   |   hspec methods --target qwen3-8b --json
+    """
+    from hspec.evaluation.compare import methods_table
+
+    rows = methods_table(target)
+    if as_json:
+        print(json.dumps(rows))
+        return
+    table = Table("method", "context", "backbone", "head", title=f"methods on {escape(target)}")
+    for name in ("passes", "KV bytes a token"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*(f"{value:,}" if isinstance(value, int) else value for value in row.values()))
+    Console(highlight=False).print(table)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(metavar="IN", help="A drafter's folder or hub id, in any layout.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
+    to: Annotated[str, typer.Option("--to", help="hspec, speculators (DFlash, DSpark, EAGLE ...) or authors (H-Spec).")],
+    target: TargetArgument = DEFAULT_TARGET,
+    mask_token: Annotated[
+        int | None,
+        typer.Option(
+            "--mask-token", min=0, help="Id of the mask slots' token, one that no text has; by default the one that IN names."
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a drafter in another layout; it is read back and its logits are compared before OUT appears.
+
+    Examples:  hspec convert my-dspark exported --to speculators --target Qwen/Qwen3-8B
+    |   hspec convert downloaded my-drafter --to hspec   |   hspec convert my-drafter theirs --to authors --mask-token 5
+    """
+    from dataclasses import asdict
+
+    from hspec.api import drafter_folder
+    from hspec.drafters import convert as job
+    from hspec.targets.sources import load_target
+
+    folder = drafter_folder(source, target)
+    job.check_places(folder, out, to)
+    done = job.convert(folder, out, to, load_target(target, linears="plain"), mask_token)
+    if as_json:
+        print(json.dumps(asdict(done)))
+        return
+    Console(highlight=False).print(
+        f"{escape(str(out))}: {done.method}, {done.parameters:,} parameters, from the layout of {done.source} to that of "
+        f"{done.layout}. Read back, the logits of {done.blocks} blocks differ by at most {done.max_difference:.1e} (largest "
+        f"logit {done.max_logit:.3g})."
+    )
 
 
 @app.command()

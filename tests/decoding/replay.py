@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hspec.drafters.context import Chooser, Draft, DraftContext
+from hspec.drafters.tree import DraftTree
 from hspec.targets.target import Target
 
 CERTAIN = 200.0
@@ -55,7 +57,8 @@ class ReplayDrafter:
         fixed: bool = False,
         seed: int = 0,
     ):
-        self.right, self.max_draft, self.certainty, self.fixed = right, max_draft, certainty, fixed
+        self.right, self.certainty, self.fixed = right, certainty, fixed
+        self.max_draft = self.max_nodes = max_draft
         self.taps = sorted({1, len(target.layers)}) if taps is None else list(taps)
         self.draft_ids = torch.arange(target.vocab_size) if draft_ids is None else draft_ids
         generator = torch.Generator().manual_seed(seed)
@@ -136,7 +139,8 @@ class SelfDrafter:
     reads_history = False
 
     def __init__(self, target: Target, max_draft: int = 4):
-        self.target, self.max_draft, self.draft_ids = target, max_draft, torch.arange(target.vocab_size)
+        self.target, self.draft_ids = target, torch.arange(target.vocab_size)
+        self.max_draft = self.max_nodes = max_draft
 
     def propose(self, context: DraftContext, k: int, choose: Chooser) -> Draft:
         lengths = list(context.kv.lengths)
@@ -154,3 +158,39 @@ class SelfDrafter:
             distributions.append(q)
         one_hot = distributions[0] is None
         return Draft(torch.stack(tokens, 1), None if one_hot else torch.stack(distributions, 1))  # type: ignore[arg-type]
+
+
+class ReplayTreeDrafter(ReplayDrafter):
+    """The same with trees: the planned tokens are one branch among wrong ones, in shapes that go by the anchor's position.
+
+    It goes right exactly as far as planned: a wrong token is no other branch's right one. Text that it does not know gets a
+    tree of noise.
+    """
+
+    def __init__(self, *args: Any, **settings: Any):
+        super().__init__(*args, **settings)
+        self.max_nodes = 5 * self.max_draft
+        self.depths: set[int] = set()
+        """Of all trees so far."""
+
+    def propose(self, context: DraftContext, k: int, choose: Chooser) -> Draft:
+        assert 1 <= k <= self.max_draft and tuple(context.positions[:, 0].tolist()) == context.kv.lengths
+        trees = [self._tree(context, row, position, k) for row, position in enumerate(context.kv.lengths)]
+        self.depths |= {max(tree.row_depths) for tree in trees}
+        return Draft.of_trees(trees)
+
+    def _tree(self, context: DraftContext, row: int, position: int, k: int) -> DraftTree:
+        plan = self._planned(context, row, position, k)
+        if not plan:
+            return DraftTree.of([[5, 6, 7][:k], [5, 8, 9][:k], [position % 4]])
+        # The plan's own error is one above the right token; these are two and three above it.
+        wrong = [[(token + above) % len(self.draft_ids) for token in plan] for above in (2, 3)]
+        early, late = [*plan[:1], *wrong[0][1:]], [*plan[: k - 1], *wrong[0][k - 1 :]]
+        shapes = [
+            [plan],
+            [wrong[0], plan],
+            [wrong[1], early, plan, [*plan[:2], *wrong[1][2:]]],
+            [late, wrong[0][:1], plan, early[:2]],
+            [wrong[0][:2], wrong[1], early, late, plan],
+        ]
+        return DraftTree.of([candidate[:k] for candidate in shapes[position % len(shapes)]])

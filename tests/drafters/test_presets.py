@@ -9,7 +9,8 @@ import torch
 
 from hspec.drafters.config import ParallelConfig
 from hspec.drafters.parallel import ParallelDrafter
-from hspec.drafters.presets import PRESETS, preset
+from hspec.drafters.presets import PRESETS, attention_layers, preset, preset_of
+from hspec.drafters.rope import Rope
 from hspec.errors import UsageError
 
 PAPER = ["llama-3.1-8b", "qwen3-4b", "qwen3-8b"]
@@ -86,6 +87,47 @@ def test_as_in_the_paper(name: str, heads: int, inner: int, fusion: int, taps: l
     assert (c.block_size, c.max_draft, c.attention.window, c.attention.causal_block) == (8, 7, 2048, True)
     assert (c.draft_vocab_size, c.markov_rank, c.seed_mode) == (32000, 256, "shared")
     assert c.pattern == ["mamba", "mlp", "mamba", "attention", "mlp", "mamba", "attention", "mlp", "mamba", "attention", "mlp"]
+
+
+@pytest.mark.parametrize("name", [*PAPER, "qwen3.5-27b", "qwen3.5-397b-a17b"])
+def test_the_papers_rules(name: str) -> None:
+    """Taps evenly from the second layer to the last but one, each rounded down; K/V of the last three, or of the nearest layers that
+    have any; fusion rank = hidden size; Mamba heads one step of 4 below the most that do not exceed five layers of DSpark."""
+    c = PRESETS[name]
+    layers = c.target.layers
+    assert c.taps == [int(1 + (layers - 3) * i / 4) for i in range(5)]
+    full = attention_layers(c.target)
+    assert len(full) == (layers // 4 if name.startswith("qwen3.5") else layers)
+    assert all(abs(m - tap) == min(abs(other - tap) for other in full) for m, tap in zip(c.kv_layers, c.taps[-3:], strict=True))
+    assert c.fusion_rank == c.hidden_size
+    assert c.mamba is not None
+
+    def with_heads(heads: int) -> int:
+        mamba = c.mamba.model_copy(update={"heads": heads})  # type: ignore[union-attr]
+        return parameters(c.model_copy(update={"mamba": mamba})).total()
+
+    most = max(heads for heads in range(4, 128, 4) if with_heads(heads) <= dspark(c))
+    assert c.mamba.heads == most - 4
+
+
+def test_the_hybrid_targets() -> None:
+    """As public configurations have them (the docstring of the presets says which)."""
+    dense, sparse = PRESETS["qwen3.5-27b"], PRESETS["qwen3.5-397b-a17b"]
+    for c, shape in ((dense, (64, 5120, 24, 4)), (sparse, (60, 4096, 32, 2))):
+        a = c.attention
+        assert a is not None
+        assert (c.target.layers, c.hidden_size, a.heads, a.kv_heads) == shape
+        assert (a.head_dim, c.target.vocab_size, c.rms_norm_eps) == (256, 248320, 1e-6)
+        assert a.rope[0] == {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    assert (dense.kv_layers, sparse.kv_layers) == ([31, 47, 63], [27, 43, 59])
+    with torch.device("meta"):
+        assert Rope(dense.attention.rope[0], 256).inverse_frequency.shape == (32,)  # type: ignore[union-attr]
+
+
+def test_a_preset_of_a_target() -> None:
+    for name, c in PRESETS.items():
+        assert preset_of(name) is preset_of(c.target.name) is c
+    assert preset_of("Qwen/Qwen3-32B") is None
 
 
 def test_compact_preset_is_small() -> None:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from hspec.targets.target import Target
-from hspec.training.blocks import Anchors, draw_anchors, make_blocks
+from hspec.training.blocks import Anchors, BlockBatch, cut_blocks, draw_anchors
 from hspec.training.examples import Batch, Example, collate
+from hspec.training.features import Features
 from tests.tiny import tiny_drafter
 
 K = 4
@@ -20,6 +21,13 @@ def document(length: int, *answers: tuple[int, int], seed: int = 0) -> Example:
 
 
 DOCUMENTS = [document(23, (6, 11), (13, 23)), document(9, (4, 9), seed=1), document(16, (0, 16), seed=2)]
+
+
+def make_blocks(target: Target, batch: Batch, anchors: Anchors, taps: list[int], k: int) -> BlockBatch:
+    cache = target.new_cache(*batch.tokens.shape)
+    output = target.forward(batch.tokens, cache, taps)
+    cache.advance([batch.tokens.shape[1]] * batch.tokens.shape[0])
+    return cut_blocks(Features(output.taps, output.hidden, cache.view()), batch, anchors, k)
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -24,7 +24,7 @@ def test_block_flops_are_those_that_a_step_does(tmp_path, method: str) -> None: 
     config = configuration(method, base)
     run = trainer_for(target, tmp_path)
     drafter = initialise(config, target, torch.arange(config.draft_vocab_size), seed=1)
-    blocks = run._blocks(run.stream.batch(0), 3, 1.0, 0)
+    blocks = run._blocks(run.stream.batch(0), 3, 1.0, 0, run.features)
     loss = BlockLoss(drafter, target, settings())
     with FlopCounterMode(display=False) as counter:
         total, _, _ = loss(blocks, LossWeights(0.1, 0.4, 0.5), 0.0)

@@ -71,7 +71,7 @@ def test_gradients_reach_every_parameter(target: Target, tmp_path: Path, method:
     run = trainer(target, method, tmp_path)
     for _ in range(2):  # some start at zero, and let no gradient through to others at the first step
         run.train_step()
-    blocks = run._blocks(run.stream.batch(3), 3, 1.0, 3)
+    blocks = run._blocks(run.stream.batch(3), 3, 1.0, 3, run.features)
     loss, _, _ = run.loss(blocks, LossWeights(0.1, 0.4, 0.5), 0.5)
     run.drafter.zero_grad(set_to_none=True)
     loss.backward()

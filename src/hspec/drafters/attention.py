@@ -27,7 +27,6 @@ class BlockKV:
         return self.keys, self.values
 
 
-
 def attend(
     q: Tensor,
     k: Tensor,

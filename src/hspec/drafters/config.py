@@ -205,7 +205,9 @@ class ParallelConfig(DrafterConfig):
         if self.attention is not None and len(self.attention.rope) != attentions:
             raise ValueError(f"attention.rope has {len(self.attention.rope)} entries for {attentions} attention sub-layers")
         if self.mask_token_id is not None and self.mask_token_id >= self.target.vocab_size:
-            raise ValueError(f"mask_token_id {self.mask_token_id} is not in the target's vocabulary of {self.target.vocab_size}")
+            raise ValueError(
+                f"mask_token_id {self.mask_token_id} is not in the target's vocabulary of {self.target.vocab_size}"
+            )
         if any(not 0 <= layer < self.target.layers for layer in self.kv_layers):
             raise ValueError(f"kv_layers {self.kv_layers} must lie in 0..{self.target.layers - 1}")
         if self.convolution is not None and self.hidden_size % self.convolution.group:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from hspec.drafters.tree import DraftTree
 from hspec.targets.cache import KVView
 
 
@@ -39,14 +41,22 @@ class DraftContext:
 
 @dataclass(frozen=True)
 class Draft:
-    """k proposed tokens for each of B sequences."""
+    """Proposed tokens for each of B sequences: k in a row, or a tree of them."""
 
     tokens: Tensor
-    """Target ids ``[B, k]``."""
+    """Target ids ``[B, k]``; not looked at where there are trees."""
     probabilities: Tensor | None
     """What each was drawn from, over the draft vocabulary, ``[B, k, draft vocabulary]``; None where the drafts are one-hot."""
     counts: tuple[int, ...] | None = None
     """How many of its k tokens each sequence really drafts; None for all. The rest is padding, and is never accepted."""
+    trees: tuple[DraftTree, ...] | None = None
+    """A tree below each sequence's anchor, no deeper than k and of ``max_nodes`` nodes at most. Trees are verified by the
+    target's own draws: whatever they were chosen by, no distribution of theirs is asked for."""
+
+    @staticmethod
+    def of_trees(trees: Sequence[DraftTree]) -> Draft:
+        """For drafters that branch: nothing but trees."""
+        return Draft(torch.empty(len(trees), 0, dtype=torch.int64), None, trees=tuple(trees))
 
 
 class Chooser(Protocol):

@@ -3,6 +3,10 @@
 The row before the anchor holds the anchor; it is slot 0 of a block. EAGLE-3 drafts token by token: each step takes the drafted
 token and its own last hidden state. P-EAGLE drafts all in one pass: slots behind the first have a mask token, and a learned
 hidden state for the target's, which is not there yet. Rows before slot 0 are kept as K/V of the drafter's own.
+
+A window counts the rows before a row; for a block the rows before slot 0, the same for all slots. The library ``speculators``
+counts the row itself too, so that its W is W - 1 here. Its P-EAGLE's window moves with the slot, which no window here does: with
+sliding layers, a P-EAGLE checkpoint of that library is another drafter behind contexts that fill the window.
 """
 
 from __future__ import annotations

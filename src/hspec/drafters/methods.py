@@ -11,6 +11,7 @@ from typing import Any
 
 from hspec.drafters.config import DrafterConfig, EagleConfig, ParallelConfig, ReDrafterConfig
 from hspec.drafters.parameters import parameters_by_part
+from hspec.drafters.presets import attention_layers, nearest
 from hspec.errors import UsageError
 
 MATCH_STEP = 16
@@ -104,7 +105,8 @@ def _gru(base: ParallelConfig) -> dict[str, Any]:
 
 
 def _selector(base: ParallelConfig) -> dict[str, Any]:
-    return {"kind": "selector", "rank": 48} if _small(base) else {"kind": "selector"}
+    head = {"kind": "selector", "candidates": min(16, base.draft_vocab_size)}
+    return {**head, "rank": 48} if _small(base) else head
 
 
 def _convolution(base: ParallelConfig) -> dict[str, Any]:
@@ -212,6 +214,11 @@ def configuration(name: str, base: ParallelConfig, layers: TargetLayers | None =
     found = method(name)
     if found.derive is None:
         raise UsageError(f"{name} has no drafter to configure or train: it is used as it is")
+    return found.derive(base, layers or known_layers(base))
+
+
+def known_layers(base: ParallelConfig) -> TargetLayers:
+    """What is known of a target's layers from H-Spec's configuration alone: they rotate alike."""
     assert base.attention is not None
-    rope = base.attention.rope[0]
-    return found.derive(base, layers or TargetLayers(lambda layer: rope, lambda layer: layer))
+    rope, full = base.attention.rope[0], attention_layers(base.target)
+    return TargetLayers(lambda layer: rope, lambda layer: nearest(full, layer))

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
-from hspec.drafters.checkpoint import CONFIG_FILE, read_config
-from hspec.drafters.config import DrafterConfig
+from hspec.drafters.checkpoint import CONFIG_FILE, read_config, read_raw
+from hspec.drafters.config import DrafterConfig, ParallelConfig
 from hspec.drafters.family import meta_drafter
+from hspec.drafters.formats.envelope import is_speculators
+from hspec.drafters.formats.speculators import described_config
 from hspec.drafters.parameters import layout, parameters_by_part
-from hspec.drafters.presets import PRESETS
+from hspec.drafters.presets import PRESETS, attention_layers
 from hspec.targets.cache import CacheShape
 from hspec.targets.sources import describe as target_config
 
@@ -23,11 +25,20 @@ def describe(source: str) -> dict[str, Any]:
         UsageError: the source is nothing of the kind.
     """
     if source in PRESETS:
-        return {"kind": "preset", **describe_drafter(PRESETS[source])}
+        return {
+            "kind": "preset",
+            **describe_drafter(PRESETS[source]),
+            "target_kv_bytes_per_token": target_bytes(PRESETS[source]),
+        }
     folder = Path(source).expanduser()
     if _is_drafter(folder / CONFIG_FILE):
-        return {"kind": "drafter", **describe_drafter(read_config(folder))}
+        return {"kind": "drafter", **describe_drafter(_drafter_config(folder))}
     return {"kind": "target", **describe_target(target_config(source))}
+
+
+def _drafter_config(folder: Path) -> DrafterConfig:
+    raw = read_raw(folder)
+    return described_config(raw, str(folder / CONFIG_FILE)) if is_speculators(raw) else read_config(folder)
 
 
 def _is_drafter(path: Path) -> bool:
@@ -86,3 +97,10 @@ def memory_bytes(config: DrafterConfig, dtype: torch.dtype = torch.bfloat16) -> 
     """What a drafter keeps of every context token, besides what the target keeps."""
     shape = meta_drafter(config).memory_shape
     return 0 if shape is None else shape.bytes_per_token(dtype)
+
+
+def target_bytes(preset: ParallelConfig, dtype: torch.dtype = torch.bfloat16) -> int:
+    """What a preset's target keeps of every context token."""
+    attention = preset.attention
+    assert attention is not None and attention.context == "target"
+    return CacheShape(len(attention_layers(preset.target)), attention.kv_heads, attention.head_dim).bytes_per_token(dtype)

@@ -10,8 +10,8 @@ from torch import Tensor
 from hspec.drafters.context import DraftContext
 from hspec.drafters.drafter import Drafter
 from hspec.targets.cache import KVView
-from hspec.targets.target import Target
 from hspec.training.examples import Batch
+from hspec.training.features import Features
 
 
 @dataclass(frozen=True)
@@ -71,16 +71,13 @@ class BlockBatch:
         return replace(self.context, memory=memory)
 
 
-def make_blocks(target: Target, batch: Batch, anchors: Anchors, taps: list[int], k: int) -> BlockBatch:
-    """Run the frozen target over the documents once and cut blocks from what it leaves."""
-    device = target.device
+def cut_blocks(features: Features, batch: Batch, anchors: Anchors, k: int) -> BlockBatch:
+    """Blocks of k slots from what the frozen target left of the documents."""
+    device = features.hidden.device
     tokens, positions = batch.tokens.to(device), anchors.positions.to(device)
     B, T = tokens.shape
-    cache = target.new_cache(B, T)
-    output = target.forward(tokens, cache, taps)
-    cache.advance([T] * B)
     row = torch.arange(B, device=device)[:, None]
-    context = DraftContext(tokens[row, positions], positions, output.taps[row, positions - 1], cache.view())
+    context = DraftContext(tokens[row, positions], positions, features.taps[row, positions - 1], features.kv)
     predicted = positions[..., None] + torch.arange(1, k + 1, device=device)
     inside = predicted < T
     predicted = predicted.clamp_max(T - 1)
@@ -94,7 +91,7 @@ def make_blocks(target: Target, batch: Batch, anchors: Anchors, taps: list[int],
         tokens=tokens[row[..., None], predicted],
         rows=row[..., None] * T + predicted - 1,
         weight=weight,
-        hidden=output.hidden.reshape(B * T, -1),
-        taps=output.taps,
+        hidden=features.hidden.reshape(B * T, -1),
+        taps=features.taps,
         following=torch.cat((tokens[:, 1:], tokens[:, -1:]), dim=1),
     )

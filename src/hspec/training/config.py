@@ -47,6 +47,8 @@ class TrainConfig(Strict):
     confidence: float = Field(1.0, ge=0)
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16 runs the matrix products of drafter and target in bf16 where the processor can; weights stay fp32."""
+    features: Literal["stream", "memory", "disk"] = "stream"
+    """What the target leaves of a document: run anew every time, or kept in half precision from the first time."""
     seed: int = Field(0, ge=0, lt=2**40)
     save_minutes: float = Field(5.0, gt=0)
     validate_minutes: float = Field(10.0, gt=0)

@@ -7,7 +7,7 @@ import json
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -45,6 +45,8 @@ class Batch:
     """``[B, T]`` int64."""
     supervised: Tensor
     """``[B, T]`` bool."""
+    documents: tuple[int, ...] = ()
+    """Which of the stream's examples they are."""
 
 
 _PROBE = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Good day."}]
@@ -121,7 +123,8 @@ class ExampleStream:
         while self._starts[-1] <= step:
             self._length(len(self._starts) - 1)
         epoch = bisect_right(self._starts, step) - 1
-        return collate([self.examples[i] for i in self._plan(epoch)[step - self._starts[epoch]]])
+        documents = self._plan(epoch)[step - self._starts[epoch]]
+        return replace(collate([self.examples[i] for i in documents]), documents=tuple(documents))
 
     def fingerprint(self) -> str:
         """SHA-256 (16 hex digits) of the documents in their order: a run can only be resumed on the same ones."""

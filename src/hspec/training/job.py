@@ -44,6 +44,7 @@ from hspec.training.estimate import (
     total_flops,
 )
 from hspec.training.examples import Example, from_answers, from_conversations
+from hspec.training.features import feature_bytes
 from hspec.training.initialise import draft_vocabulary, identity, initialise
 from hspec.training.prompts import Prompt, clean_prompts, normalised
 from hspec.training.shape import AUTO, choose_shape, explain, preset_for
@@ -189,6 +190,7 @@ def plan(job: Job, folder: Path, resume: bool = False) -> Plan:
         parameters * 4 * 5 + frozen * 4 + c.objective_chunk * (2 * config.target.vocab_size + 8 * config.draft_vocab_size) * 4
     )
     disk = parameters * 4 * 5
+    kept = "" if c.features == "stream" else f"; features take {feature_bytes(config) / 1e3:.1f} KB a token, in {c.features}"
     free = shutil.disk_usage(_existing(folder)).free
     if disk * 2 > free:
         raise HSpecError(
@@ -211,7 +213,7 @@ def plan(job: Job, folder: Path, resume: bool = False) -> Plan:
             "compute": f"{block_flops(config, max(slots)) / 1e9:.2f} GFLOP a block of {max(slots)} slots; {c.precision} products",
             "time": _time(job, c, config),
             "memory": f"about {memory / 1e6:.0f} MB beside the target",
-            "disk": f"about {disk * 2 / 1e6:.0f} MB in {folder} ({free / 1e9:.0f} GB free)",
+            "disk": f"about {disk * 2 / 1e6:.0f} MB in {folder} ({free / 1e9:.0f} GB free){kept}",
             "checkpoints": f"every {c.save_minutes:g} minutes; validation every {c.validate_minutes:g}",
         }
     )

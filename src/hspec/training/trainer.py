@@ -18,14 +18,16 @@ from hspec.drafters.drafter import Drafter
 from hspec.errors import HSpecError, UsageError
 from hspec.files import reason
 from hspec.targets.target import Target
-from hspec.training.blocks import BlockBatch, draw_anchors, make_blocks
+from hspec.training.blocks import BlockBatch, cut_blocks, draw_anchors
 from hspec.training.config import TrainConfig
 from hspec.training.examples import Batch, Example, ExampleStream
+from hspec.training.features import FeatureSource, KeptFeatures
 from hspec.training.loss import BlockLoss
 from hspec.training.objective import LossWeights, SlotStatistics
 
 STATE_FILE = "state.pt"
 LOG_FILE = "log.jsonl"
+FEATURES_FILE = "features.bin"
 
 
 @dataclass
@@ -87,6 +89,11 @@ class Trainer:
         self.slots = max(stage.slots for stage in config.growth)
         drafter.check_k(self.slots)
         self.stream = ExampleStream(examples, config.batch_tokens, config.seed)
+        self._streamed = FeatureSource(target, drafter.config)
+        self.features = self._streamed
+        if config.features != "stream":
+            file = folder / FEATURES_FILE if config.features == "disk" else None
+            self.features = KeptFeatures(target, drafter.config, self.stream.examples, file)
         self.held_out = ExampleStream(held_out, config.batch_tokens, 0) if held_out else None
         self.step = 0
         self.blocks_seen = 0
@@ -101,7 +108,7 @@ class Trainer:
     def train_step(self) -> tuple[float, Tensor, SlotStatistics, int]:
         """One optimiser step; returns loss, the slot index of every counted slot, their statistics, and blocks."""
         stage = self.config.stage(self.step)
-        blocks = self._blocks(self.stream.batch(self.step), stage.slots, stage.density, self.step)
+        blocks = self._blocks(self.stream.batch(self.step), stage.slots, stage.density, self.step, self.features)
         for group in self.optimiser.param_groups:
             group["lr"] = self._learning_rate() * group["factor"]
         loss, slots, stats = self.loss(blocks, self._weights(), self.step / self.config.steps)
@@ -120,10 +127,10 @@ class Trainer:
         self.blocks_seen += count
         return float(loss.detach()), slots, stats, count
 
-    def _blocks(self, batch: Batch, slots: int, density: float, key: int) -> BlockBatch:
+    def _blocks(self, batch: Batch, slots: int, density: float, key: int, source: FeatureSource) -> BlockBatch:
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + key)
         anchors = draw_anchors(batch, density, generator)
-        return make_blocks(self.target, batch, anchors, list(self.drafter.config.taps), slots)
+        return cut_blocks(source(batch), batch, anchors, slots)
 
     def _weights(self) -> LossWeights:
         share = self.config.kl_share(self.step)
@@ -197,7 +204,7 @@ class Trainer:
         try:
             self._load(self.ema)
             for index in range(min(max_batches, self.held_out.batches_per_epoch)):
-                blocks = self._blocks(self.held_out.batch(index), self.slots, 0.25, index)
+                blocks = self._blocks(self.held_out.batch(index), self.slots, 0.25, index, self._streamed)
                 loss, slots, stats = self.loss(blocks, LossWeights(self.config.ce, 0.0, 1 - self.config.ce), 1.0)
                 meter.add(float(loss), slots, stats, 0)
         finally:

@@ -1,0 +1,185 @@
+"""What the frozen target leaves of a batch of documents, run anew for every batch or kept from the first time.
+
+A drafter needs of every token the tapped hidden states, the K/V of the layers it reads and the final hidden state. Kept in half
+precision that is some kilobytes a token, so it is worth it where documents are seen more than once; how much it will be is
+known beforehand, and what does not fit is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hspec.drafters.config import DrafterConfig, ParallelConfig
+from hspec.errors import HSpecError
+from hspec.files import reason
+from hspec.targets.cache import KVView
+from hspec.targets.target import Target
+from hspec.training.examples import Batch, Example
+
+SHARE_OF_FREE = 0.8
+"""Of what is free on the disk, as much may be taken."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """Of B documents of T tokens, padding included."""
+
+    taps: Tensor
+    """``[B, T, F, hidden]``."""
+    hidden: Tensor
+    """After the target's final norm, ``[B, T, hidden]``."""
+    kv: KVView
+    """Post-RoPE K/V ``[B, kv_heads, T, head_dim]`` of the layers that the drafter reads; others may be empty."""
+
+
+class FeatureSource:
+    """Runs the target for every batch, and keeps nothing."""
+
+    def __init__(self, target: Target, config: DrafterConfig):
+        self.target, self.taps = target, list(config.taps)
+        reads = isinstance(config, ParallelConfig) and config.attention is not None and config.attention.context == "target"
+        self.kv_layers = sorted(set(config.kv_layers)) if reads and isinstance(config, ParallelConfig) else []
+
+    def __call__(self, batch: Batch) -> Features:
+        """Features of a batch, on the target's device."""
+        tokens = batch.tokens.to(self.target.device)
+        B, T = tokens.shape
+        cache = self.target.new_cache(B, T)
+        output = self.target.forward(tokens, cache, self.taps)
+        cache.advance([T] * B)
+        return Features(output.taps, output.hidden, cache.view())
+
+
+class KeptFeatures(FeatureSource):
+    """Runs the target over a document once, and keeps what it leaves in fp16.
+
+    A hidden state is kept as its direction and its RMS, so that no residual stream is too large for fp16.
+
+    Args:
+        examples: all documents there will be, as the stream has them.
+        file: keep them there, and find them again in the next run; None keeps them in memory.
+
+    Raises:
+        HSpecError: they would not fit on the disk.
+    """
+
+    def __init__(self, target: Target, config: DrafterConfig, examples: list[Example], file: Path | None):
+        super().__init__(target, config)
+        self._starts = np.concatenate(([0], np.cumsum([len(e.tokens) for e in examples]))).tolist()
+        self._widths = {"taps": len(self.taps) * target.hidden_size, "hidden": target.hidden_size}
+        shape = target.cache_shape
+        self._widths |= {f"{kind}{layer}": shape.kv_heads * shape.head_dim for layer in self.kv_layers for kind in "kv"}
+        self._store = _Store(
+            self._starts[-1], sum(self._widths.values()), len(self.taps) + 1, len(examples), file, self._key(examples)
+        )
+
+    def _key(self, examples: list[Example]) -> bytes:
+        """What decides the content of a file."""
+        digest = hashlib.sha256(f"{self.target.weight_hash()} {self.taps} {self.kv_layers}".encode())
+        for example in examples:
+            digest.update(np.asarray(example.tokens, dtype=np.int64).tobytes())
+        return digest.digest()
+
+    @property
+    def nbytes(self) -> int:
+        return self._store.nbytes
+
+    def __call__(self, batch: Batch) -> Features:
+        missing = [i for i in batch.documents if not self._store.filled[i]]
+        if missing:
+            self._fill(batch, super().__call__(batch))
+        return self._assembled(batch)
+
+    def _fill(self, batch: Batch, features: Features) -> None:
+        for row, document in enumerate(batch.documents):
+            span = slice(self._starts[document], self._starts[document + 1])
+            count = span.stop - span.start
+            streams = torch.cat(
+                (features.taps[row, :count], features.hidden[row, :count, None]), dim=1
+            ).float()  # [n, F + 1, hidden]
+            scale = streams.square().mean(-1).sqrt().clamp_min(1e-6)
+            parts = [(streams / scale[..., None]).flatten(1)]
+            for layer in self.kv_layers:
+                keys, values = features.kv.layer(layer)
+                parts += [t[row, :, :count].transpose(0, 1).flatten(1).float() for t in (keys, values)]
+            self._store.values[span] = torch.cat(parts, dim=1).half().cpu().numpy()
+            self._store.scales[span] = scale.cpu().numpy()
+            self._store.filled[document] = True
+
+    def _assembled(self, batch: Batch) -> Features:
+        """Everything comes from the store, also the first time, so that a resumed run sees what the undisturbed one saw."""
+        target, (B, T) = self.target, batch.tokens.shape
+        values = torch.zeros(B, T, self._store.values.shape[1])
+        scales = torch.zeros(B, T, len(self.taps) + 1)
+        for row, document in enumerate(batch.documents):
+            span = slice(self._starts[document], self._starts[document + 1])
+            count = span.stop - span.start
+            values[row, :count] = torch.from_numpy(np.asarray(self._store.values[span])).float()
+            scales[row, :count] = torch.from_numpy(np.asarray(self._store.scales[span]))
+        parts = dict(zip(self._widths, values.to(target.device).split(list(self._widths.values()), dim=-1), strict=True))
+        scales = scales.to(target.device)[..., None]
+        taps = parts["taps"].unflatten(-1, (len(self.taps), -1)) * scales[:, :, :-1]
+        kv = KVView(*self._by_layer(parts, batch), lengths=(T,) * B)
+        return Features(taps, parts["hidden"] * scales[:, :, -1], kv)
+
+    def _by_layer(self, parts: dict[str, Tensor], batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
+        shape = self.target.cache_shape
+        nothing = torch.empty(batch.tokens.shape[0], shape.kv_heads, 0, shape.head_dim)
+        sides = []
+        for kind in "kv":
+            layers = [nothing] * shape.layers
+            for layer in self.kv_layers:
+                layers[layer] = parts[f"{kind}{layer}"].unflatten(-1, (shape.kv_heads, -1)).transpose(1, 2)
+            sides.append(layers)
+        return sides[0], sides[1]
+
+
+class _Store:
+    """Rows of fp16 values and fp32 scales for every token, and which documents are there; in memory or in a file."""
+
+    def __init__(self, tokens: int, width: int, scales: int, documents: int, file: Path | None, key: bytes):
+        self.nbytes = tokens * (2 * width + 4 * scales) + documents + len(key)
+        buffer = np.zeros(self.nbytes, dtype=np.uint8) if file is None else _mapped(file, self.nbytes, key)
+        filled, scale_bytes = len(key) + documents, tokens * 4 * scales
+        # Offsets into a byte buffer need not be aligned; numpy copes.
+        self.filled = buffer[len(key) : filled].view(bool)
+        self.scales = buffer[filled : filled + scale_bytes].view(np.float32).reshape(tokens, scales)
+        self.values = buffer[filled + scale_bytes :].view(np.float16).reshape(tokens, width)
+
+
+def _mapped(file: Path, size: int, key: bytes) -> np.ndarray:
+    """A file of the size; zeros if it is new or of other documents."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.exists() and file.stat().st_size == size:
+            buffer = np.memmap(file, dtype=np.uint8, mode="r+")
+            if bytes(buffer[: len(key)]) == key:
+                return buffer
+            del buffer
+        file.unlink(missing_ok=True)
+        free = shutil.disk_usage(file.parent).free
+        if size > SHARE_OF_FREE * free:
+            raise HSpecError(
+                f"the target's features would take {size / 1e9:.1f} GB, only {free / 1e9:.1f} GB are free at {file.parent}: train with "
+                f"features: stream, or on fewer documents"
+            )
+        buffer = np.memmap(file, dtype=np.uint8, mode="w+", shape=(size,))
+        buffer[: len(key)] = np.frombuffer(key, dtype=np.uint8)
+        return buffer
+    except OSError as error:
+        raise HSpecError(f"cannot keep features in {file}: {reason(error)}: train with features: stream") from error
+
+
+def feature_bytes(config: DrafterConfig) -> int:
+    """What one token takes when it is kept."""
+    streams = (len(config.taps) + 1) * (2 * config.hidden_size + 4)
+    if not isinstance(config, ParallelConfig) or config.attention is None or config.attention.context != "target":
+        return streams
+    return streams + len(set(config.kv_layers)) * 4 * config.attention.kv_heads * config.attention.head_dim
