@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from hspec.drafters.checkpoint import load_drafter
+from hspec.drafters.convert import convert
 from hspec.errors import HSpecError, UsageError
 from hspec.targets.sources import load_target
 from hspec.training.config import GrowthStage
@@ -297,3 +298,13 @@ def test_the_saved_settings_are_plain_yaml(folder: Path, tmp_path: Path) -> None
     build(job(folder), tmp_path / "run", False, quiet)
     raw = yaml.safe_load((tmp_path / "run" / RUN_FILE).read_text())
     assert raw["train"]["steps"] == 2 and raw["data"] == [str(folder / "data.jsonl")]
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark", "eagle3", "peagle"])
+def test_what_is_trained_can_be_written_for_servers(folder: Path, tmp_path: Path, method: str) -> None:
+    run = build(job(folder, method=method), tmp_path / "run", False, quiet)
+    run.run(lambda record: None)
+    target = load_target(str(folder / "target"))
+    done = convert(tmp_path / "run", tmp_path / "out", "speculators", target, mask_token_id=2)
+    assert done.max_difference < 1e-4
+    assert load_drafter(tmp_path / "out", target).max_draft == load_drafter(tmp_path / "run", target).max_draft

@@ -216,6 +216,11 @@ class ParallelConfig(DrafterConfig):
             raise ValueError(f"head.candidates ({self.head.candidates}) exceeds draft_vocab_size ({self.draft_vocab_size})")
         if self.confidence_with_markov and self.confidence_head and not isinstance(self.head, MarkovConfig):
             raise ValueError("confidence_with_markov needs a Markov head")
+        if self.injects and self.fusion_rank != self.hidden_size:
+            raise ValueError(
+                f"fusion_rank ({self.fusion_rank}) must be hidden_size ({self.hidden_size}) where attention.context is 'features': "
+                f"the projections of the block's own K and V read it too"
+            )
         if self.max_draft < 1:
             raise ValueError(f"block_size {self.block_size} leaves no slot to draft")
         return self

@@ -68,7 +68,8 @@ def _layered(base: ParallelConfig, layers: TargetLayers, count: int, **changes: 
     }
     values = {
         "pattern": ["attention", "mlp"] * count, "mamba": None, "attention": attention, "kv_layers": spread, "head": None,
-        "confidence_head": False, "confidence_with_markov": False,
+        "confidence_head": False, "confidence_with_markov": False, "fusion_norm": False,
+        "fusion_rank": base.hidden_size,
     }  # fmt: skip
     return _changed(base, **(values | changes))
 

@@ -42,6 +42,19 @@ def identity(target: Target) -> TargetIdentity:
     )
 
 
+def mask_token(target: Target) -> int | None:
+    """A token whose embedding can stand for "not known yet": the tokenizer's mask, or a special token that chats never have.
+
+    Drafters of the formats that servers load have no mask vector of their own, but name a row of the target's embedding.
+    """
+    tokenizer = target.tokenizer
+    if getattr(tokenizer, "mask_token_id", None) is not None:
+        return int(tokenizer.mask_token_id)
+    said = set(target.template.encode([{"role": "user", "content": "a"}])) | target.eos_ids
+    free = [i for i in sorted(tokenizer.all_special_ids, reverse=True) if i not in said and i < target.vocab_size]
+    return next((i for i in free if float(target.embedding_weight[i].float().norm()) > 1e-3), None)
+
+
 def draft_vocabulary(examples: Sequence[Example], target: Target, size: int) -> Tensor:
     """The ``size`` most frequent supervised tokens, ascending ids, always with those that end or shape a turn."""
     if size > target.vocab_size:

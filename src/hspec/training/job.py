@@ -18,7 +18,7 @@ from hspec.api import drafter_folder
 from hspec.cache_folder import cache_folder
 from hspec.drafters.checkpoint import load_drafter as load_checkpoint
 from hspec.drafters.checkpoint import read_config
-from hspec.drafters.config import DrafterConfig, Strict
+from hspec.drafters.config import DrafterConfig, ParallelConfig, Strict
 from hspec.drafters.drafter import Drafter
 from hspec.drafters.methods import configuration
 from hspec.drafters.parameters import layout, parameters_by_part
@@ -45,7 +45,7 @@ from hspec.training.estimate import (
 )
 from hspec.training.examples import Example, from_answers, from_conversations
 from hspec.training.features import feature_bytes
-from hspec.training.initialise import draft_vocabulary, identity, initialise
+from hspec.training.initialise import draft_vocabulary, identity, initialise, mask_token
 from hspec.training.prompts import Prompt, clean_prompts, normalised
 from hspec.training.shape import AUTO, choose_shape, explain, preset_for
 from hspec.training.trainer import STATE_FILE, Trainer
@@ -407,6 +407,9 @@ def _new_drafter(job: Job, target: Target, data: Data) -> Drafter:
     if job.train.slots is not None:
         config = _with_block(config, job.train.slots)
     config = _for_target(config, target)
+    if isinstance(config, ParallelConfig) and config.injects and config.mask_token_id is None:
+        # The formats that servers load have no mask vector, but name a row of the target's embedding.
+        config = config.model_copy(update={"mask_token_id": mask_token(target)})
     draft_ids = draft_vocabulary(data.train, target, config.draft_vocab_size)
     sample = torch.tensor([data.train[0].tokens])
     return initialise(config, target, draft_ids, job.train.seed, sample)
