@@ -73,6 +73,20 @@ def test_the_cache_grows_with_what_it_holds(target: Target) -> None:
     assert session._state is not small
 
 
+def test_the_cache_grows_for_what_a_step_stages(target: Target) -> None:
+    """A turn that itself would fit, and whose last blocks would not."""
+    target.config.max_position_embeddings = 4096
+    session = Session(target, ReplayDrafter(target))
+    ask(session, "hi", max_tokens=3, ignore_eos=True)
+    small = session._state
+    assert small is not None and small.capacity == 1024 + 8
+    messages = [*session.messages, {"role": "user", "content": ""}]
+    text = "1" * (small.capacity - 9 - len(target.template.encode(messages)))
+    wanted = fresh(session, text, max_tokens=9, ignore_eos=True)
+    assert ask(session, text, max_tokens=9, ignore_eos=True) == wanted
+    assert session._state is not small
+
+
 def test_an_answer_that_nobody_listens_to_the_end(target: Target) -> None:
     session = Session(target)
     answer = ""

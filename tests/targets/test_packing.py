@@ -19,7 +19,16 @@ from hspec.targets.packing import (
     pack_linears,
 )
 
-SHAPES = [(576, 576, False), (64, 211, False), (48, 100, True), (300, 7, True), (1, 5, False)]
+SHAPES = [
+    (576, 576, False),
+    (64, 211, False),
+    (48, 100, True),
+    (300, 7, True),
+    (1, 5, False),
+    (1024, 64, False),
+    (1536, 576, False),
+    (2048, 64, True),
+]
 
 
 @pytest.mark.parametrize("inner, outer, bias", SHAPES)

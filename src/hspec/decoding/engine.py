@@ -1,8 +1,8 @@
 """The one decoding loop, for every method and for none: propose, verify, accept, stop.
 
 After a step the target has run every token before the anchor; the anchor is the last sampled token. A step drafts k tokens
-behind the anchor, runs ``[anchor, d_1 .. d_k]`` through the target in one forward, and keeps what the acceptance rule allows.
-Without a drafter k is 0 and the same loop is plain decoding.
+behind the anchor, or a tree of them, runs ``[anchor, d_1 .. d_k]`` through the target in one forward, and keeps what the
+acceptance rule allows. Without a drafter k is 0 and the same loop is plain decoding.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from torch import Tensor
 
 from hspec.decoding.draft_sampler import DraftSampler
 from hspec.decoding.processors import process
+from hspec.decoding.proposal import Judged, Proposal, Tested
 from hspec.decoding.randomness import Purpose, uniform
 from hspec.decoding.sequence import Request, Result, Sequence
 from hspec.decoding.state import DecodingState
-from hspec.decoding.verify import Verdict, verify_greedy, verify_sampled
+from hspec.decoding.verify import verify_greedy, verify_sampled
+from hspec.decoding.verify_tree import judge_tree, verify_tree_greedy
 from hspec.drafters.context import Chooser, Draft, DraftContext
+from hspec.drafters.tree import DraftTree
 from hspec.errors import UsageError
 from hspec.targets.cache import CacheShape, KVView
 from hspec.targets.target import Target
@@ -37,6 +40,8 @@ class Drafter(Protocol):
     def taps(self) -> SequenceOf[int]: ...
     @property
     def max_draft(self) -> int: ...
+    @property
+    def max_nodes(self) -> int: ...
     @property
     def memory_shape(self) -> CacheShape | None: ...
     @property
@@ -65,7 +70,7 @@ class Engine:
 
     Args:
         drafter: None for plain decoding.
-        k: drafted tokens a step; None takes the drafter's largest.
+        k: drafted tokens a step, of a tree its depth; None takes the drafter's largest.
         max_batch: requests that run at once; more wait, and enter as others finish.
 
     Raises:
@@ -80,6 +85,8 @@ class Engine:
         if max_batch < 1:
             raise UsageError(f"max_batch = {max_batch}, but at least one request must run at a time")
         self.taps = () if drafter is None else tuple(drafter.taps)
+        self.staged = 1 + (0 if drafter is None else max(self.k, drafter.max_nodes))
+        """Rows that a step stages at most."""
 
     # -- whole requests ------------------------------------------------------------------------------------------
 
@@ -88,17 +95,18 @@ class Engine:
         results: dict[int, Result] = {s.index: s.result for s in self.stream(requests) if s.result is not None}
         return [results[i] for i in range(len(requests))]
 
-    def new_state(self, batch: int, capacity: int) -> DecodingState:
-        """Room for ``batch`` sequences of ``capacity`` tokens, those included that a step stages."""
-        return DecodingState.new(self.target, None if self.drafter is None else self.drafter.memory_shape, batch, capacity)
+    def new_state(self, batch: int, tokens: int) -> DecodingState:
+        """Room for ``batch`` sequences of ``tokens`` tokens, and for what a step stages behind them."""
+        shape = None if self.drafter is None else self.drafter.memory_shape
+        return DecodingState.new(self.target, shape, batch, tokens + self.staged)
 
     @torch.no_grad()
     def stream(self, requests: SequenceOf[Request], state: DecodingState | None = None, reuse: int = 0) -> Iterator[Step]:
         """Decode and give every step as it happens.
 
         Args:
-            state: a state of one row to run a single request in, kept by the caller; its first ``reuse`` tokens are the
-                prompt's and are not run again. Afterwards it holds the prompt and the emitted tokens but the last.
+            state: a :meth:`new_state` of one row to run a single request in, kept by the caller; its first ``reuse`` tokens
+                are the prompt's and are not run again. Afterwards it holds the prompt and the emitted tokens but the last.
 
         Raises:
             UsageError: an empty prompt, or one that leaves no room in the target's context.
@@ -109,8 +117,8 @@ class Engine:
         if not requests:
             return
         if state is None:
-            capacity = max(self._room(request) for request in requests)
-            state = self.new_state(min(self.max_batch, len(requests)), capacity)
+            longest = max(len(request.prompt) + request.params.max_tokens for request in requests)
+            state = self.new_state(min(self.max_batch, len(requests)), min(longest, self.target.max_positions))
         elif len(requests) != 1 or state.batch != 1 or not 0 <= reuse <= state.cache.lengths[0]:
             raise AssertionError(f"a kept state is for one request; {reuse} tokens to reuse, lengths are {state.cache.lengths}")
         running: list[tuple[int, Sequence]] = []
@@ -140,10 +148,6 @@ class Engine:
         if bad:
             raise UsageError(f"token {bad[0]} is not in the target's vocabulary of {self.target.vocab_size}")
 
-    def _room(self, request: Request) -> int:
-        """Rows that a request may stage at most. Drafts may be staged past the context's end: they are never verified."""
-        return min(len(request.prompt) + request.params.max_tokens, self.target.max_positions) + self.k
-
     # -- one step ------------------------------------------------------------------------------------------------
 
     def _admit(self, request: Request, state: DecodingState, row: int, reuse: int) -> Sequence:
@@ -158,7 +162,7 @@ class Engine:
             if done < tokens.shape[1]:
                 self._remember(own, output.taps, tokens[:, known + 1 : done + 1])
         sequence.taps = output.taps[0, -1]
-        verdict = self._judge(sequence, self.target.logits(output.hidden[:, -1]), [], None)
+        verdict = self._judge(sequence, self.target.logits(output.hidden[:, -1]), [])
         self._remember(own, output.taps, torch.cat((tokens[:, known + 1 :], tokens.new_full((1, 1), verdict.token)), dim=1))
         state.set_length(row, own.cache.lengths[0])
         sequence.emit_first(verdict.token)
@@ -179,34 +183,23 @@ class Engine:
         """Draft, verify and accept for every running sequence; returns how many tokens each emitted."""
         used = state.rows(0, len(running))
         anchors = torch.tensor([[s.anchor] for s in running], device=self.target.device)
-        k = min(self.k, state.capacity - 1 - max(s.length for s in running))
-        draft = self._propose(running, used, anchors, k) if k > 0 else None
-        tokens = anchors if draft is None else torch.cat((anchors, draft.tokens), dim=1)
-        output = self.target.forward(tokens, used.cache, self.taps)
-        logits = self.target.logits(output.hidden)
-        drafts = self._tested(running, draft)
-        verdicts = self._verdicts(running, logits, drafts, None if draft is None else draft.probabilities)
-        self._remember(used, output.taps, _following(tokens, verdicts))
+        draft = None if self.drafter is None else self._draft(self.drafter, running, used, anchors)
+        proposal = Proposal.of(anchors, draft, [self.target.max_positions - s.length - 2 for s in running])
+        output = self.target.forward(proposal.tokens, used.cache, self.taps, proposal.depths)
+        verdicts = self._verdicts(running, self.target.logits(output.hidden), proposal)
+        accepted = proposal.accepted(verdicts)
+        used.cache.keep_paths([verdict.rows for verdict in verdicts])
+        if used.memory is not None:
+            self._remember(used, _along(output.taps, verdicts), _following(accepted, verdicts, anchors.device))
         emitted = []
         for row, (sequence, verdict) in enumerate(zip(running, verdicts, strict=True)):
-            sequence.taps = output.taps[row, verdict.accepted]
-            emitted.append(sequence.emit_step(drafts[row], verdict.accepted, verdict.token))
+            sequence.taps = output.taps[row, verdict.rows[-1]]
+            emitted.append(sequence.emit_step(accepted[row], verdict.token, proposal.refused(row, verdict)))
             state.set_length(row, sequence.length)
             self._stop_at_context(sequence)
         return emitted
 
-    def _tested(self, running: list[Sequence], draft: Draft | None) -> list[list[int]]:
-        """The drafts of each sequence that are put to the test."""
-        if draft is None:
-            return [[] for _ in running]
-        drafts: list[list[int]] = draft.tokens.tolist()
-        if draft.counts is not None:
-            drafts = [own[:count] for own, count in zip(drafts, draft.counts, strict=True)]
-        # Each request's own limit, so that a neighbour near its end does not change where this one's drafts are tested.
-        return [own[: self.target.max_positions - s.length - 2] for s, own in zip(running, drafts, strict=True)]
-
-    def _propose(self, running: list[Sequence], used: DecodingState, anchors: Tensor, k: int) -> Draft | None:
-        assert self.drafter is not None
+    def _draft(self, drafter: Drafter, running: list[Sequence], used: DecodingState, anchors: Tensor) -> Draft | None:
         positions = [s.length for s in running]
         context = DraftContext(
             anchors=anchors,
@@ -214,38 +207,45 @@ class Engine:
             taps=torch.stack([s.taps for s in running if s.taps is not None])[:, None],
             kv=used.cache.view(),
             memory=used.memory_view(),
-            history=tuple((*s.request.prompt, *s.tokens) for s in running) if self.drafter.reads_history else None,
+            history=tuple((*s.request.prompt, *s.tokens) for s in running) if drafter.reads_history else None,
         )
         histories = [self._history(s) for s in running]
-        sampler = DraftSampler([s.params for s in running], positions, self.drafter.draft_ids, histories)
-        draft = self.drafter.propose(context, k, sampler)
+        sampler = DraftSampler([s.params for s in running], positions, drafter.draft_ids, histories)
+        draft = drafter.propose(context, self.k, sampler)
+        nodes = max(map(len, draft.trees or ((),)))
+        if nodes >= self.staged:
+            raise AssertionError(f"a tree of {nodes} nodes by a drafter that gives {drafter.max_nodes} at most")
         return None if draft.counts is not None and not any(draft.counts) else draft
 
-    def _verdicts(self, running: list[Sequence], logits: Tensor, drafts: list[list[int]], q: Tensor | None) -> list[Verdict]:
+    def _verdicts(self, running: list[Sequence], logits: Tensor, proposal: Proposal) -> list[Judged]:
         if all(s.params.plain for s in running):
-            return [verify_greedy(t, d) for t, d in zip(logits.argmax(-1).tolist(), drafts, strict=True)]
+            chosen = zip(logits.argmax(-1).tolist(), proposal.tested, strict=True)
+            return [verify_tree_greedy(t, d) if isinstance(d, DraftTree) else verify_greedy(t, d) for t, d in chosen]
         return [
-            self._judge(
-                s, logits[row, : len(drafts[row]) + 1], drafts[row], None if q is None or s.params.drafts_greedily else q[row]
-            )
-            for row, s in enumerate(running)
+            self._judge(s, logits[row, : len(tested) + 1], tested, None if proposal.q is None else proposal.q[row])
+            for row, (s, tested) in enumerate(zip(running, proposal.tested, strict=True))
         ]
 
-    def _judge(self, sequence: Sequence, logits: Tensor, drafts: list[int], q: Tensor | None) -> Verdict:
-        """Apply the request's processors and acceptance rule to its ``[k + 1, vocabulary]`` logits."""
-        params = sequence.params
-        processed = process(logits, params, self._history(sequence), drafts)
-        if params.greedy:
-            return verify_greedy(processed.argmax(-1).tolist(), drafts)
+    def _judge(self, sequence: Sequence, logits: Tensor, tested: Tested, q: Tensor | None = None) -> Judged:
+        """Apply the request's processors and acceptance rule to its ``[drafts + 1, vocabulary]`` logits."""
+        params, history = sequence.params, self._history(sequence)
         first = len(sequence.request.prompt) + len(sequence.tokens)  # position of the first token to be emitted
-        places = range(first, first + len(drafts) + 1)
+
+        def uniforms(purpose: Purpose, depth: int) -> list[float]:
+            return [uniform(params.seed, p, purpose) for p in range(first, first + depth + 1)]
+
+        if isinstance(tested, DraftTree):
+            return judge_tree(logits, params, history, tested, uniforms(Purpose.TARGET, max(tested.row_depths)))
+        processed = process(logits, params, history, tested)
+        if params.greedy:
+            return verify_greedy(processed.argmax(-1).tolist(), tested)
         return verify_sampled(
             processed.softmax(-1),
-            drafts,
-            q,
+            tested,
+            None if params.drafts_greedily else q,
             None if self.drafter is None else self.drafter.draft_ids,
-            [uniform(params.seed, p, Purpose.ACCEPT) for p in places],
-            [uniform(params.seed, p, Purpose.TARGET) for p in places],
+            uniforms(Purpose.ACCEPT, len(tested)),
+            uniforms(Purpose.TARGET, len(tested)),
         )
 
     def _history(self, sequence: Sequence) -> Tensor | None:
@@ -277,11 +277,16 @@ class Engine:
         return Step(index, sequence.tokens[-count:], sequence.drafted[-count:], text, result)
 
 
-def _following(tokens: Tensor, verdicts: list[Verdict]) -> Tensor:
-    """The token behind each row that any sequence keeps of ``[anchor, d_1 .. d_k]``: its draft, or behind the last accepted
-    one the target's. What stands behind a shorter sequence's is of no account."""
-    count = max(v.accepted for v in verdicts) + 1
-    following = torch.cat((tokens[:, 1:], tokens[:, -1:]), dim=1)[:, :count].clone()
-    for row, verdict in enumerate(verdicts):
-        following[row, verdict.accepted] = verdict.token
-    return following
+def _along(taps: Tensor, verdicts: list[Judged]) -> Tensor:
+    """Of taps ``[B, rows, F, hidden]`` the rows that stand, ``[B, longest, F, hidden]``; what is behind a shorter sequence's is
+    of no account."""
+    longest = max(len(v.rows) for v in verdicts)
+    rows = torch.tensor([[*v.rows, *[0] * (longest - len(v.rows))] for v in verdicts], device=taps.device)
+    return taps[torch.arange(len(verdicts), device=taps.device)[:, None], rows]
+
+
+def _following(accepted: list[list[int]], verdicts: list[Judged], device: torch.device) -> Tensor:
+    """The token behind each row that stands, ``[B, longest]``: its accepted draft, or behind the last one the target's."""
+    longest = max(map(len, accepted)) + 1
+    rows = [[*own, v.token, *[0] * (longest - 1 - len(own))] for own, v in zip(accepted, verdicts, strict=True)]
+    return torch.tensor(rows, device=device)

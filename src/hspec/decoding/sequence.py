@@ -104,16 +104,20 @@ class Sequence:
     def emit_first(self, token: int) -> None:
         self._emit(token, False)
 
-    def emit_step(self, drafts: list[int], accepted: int, token: int) -> int:
-        """Emit one step's accepted drafts and the target's token, up to where the request ends; returns how many."""
+    def emit_step(self, accepted: list[int], token: int, refused: bool) -> int:
+        """Emit one step's accepted drafts and the target's token, up to where the request ends; returns how many.
+
+        Args:
+            refused: whether drafts behind the accepted ones were tested, none of which stood. They count as one position
+                reached, and only if the request did not end before it.
+        """
         emitted = 0
-        for i, new in enumerate([*drafts[:accepted], token]):
-            self._emit(new, i < accepted)
+        for i, new in enumerate([*accepted, token]):
+            self._emit(new, i < len(accepted))
             emitted += 1
             if self.finish_reason is not None:
                 break
-        tested_and_failed = emitted > accepted and accepted < len(drafts)
-        self.counters.count(min(emitted, accepted), tested_and_failed, emitted)
+        self.counters.count(min(emitted, len(accepted)), refused and emitted > len(accepted), emitted)
         self.runs.append(emitted)
         return emitted
 

@@ -44,7 +44,7 @@ class Session:
             reuse = max(
                 0, reuse - 1
             )  # what a drafter keeps of a token may depend on the one behind it, which may be another now
-        state = self._room(len(prompt) + params.max_tokens + self.engine.k, reuse)
+        state = self._room(len(prompt) + params.max_tokens, reuse)
         self.messages.append({"role": "user", "content": text})
         answer, tokens = "", []
         self.cached = prompt[:reuse]
@@ -64,7 +64,7 @@ class Session:
     def _room(self, tokens: int, keep: int) -> DecodingState:
         """The state, grown to hold ``tokens`` with the first ``keep`` kept."""
         wanted = min(tokens, self.target.max_positions)
-        if self._state is None or self._state.capacity < wanted:
+        if self._state is None or self._state.capacity < wanted + self.engine.staged:
             grown = self.engine.new_state(1, min(max(2 * wanted, 1024), self.target.max_positions))
             if self._state is not None:
                 with torch.no_grad():

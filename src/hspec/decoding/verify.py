@@ -22,6 +22,11 @@ class Verdict:
     accepted: int
     token: int
 
+    @property
+    def rows(self) -> list[int]:
+        """Of ``[anchor, d_1 .. d_k]``, those that stand."""
+        return list(range(self.accepted + 1))
+
 
 def verify_greedy(target_tokens: list[int], drafts: list[int]) -> Verdict:
     """Accept the longest prefix that the target would have written itself.

@@ -172,9 +172,9 @@ class Target:
             tree: where the tokens are one draft tree a sequence: the depths of its rows in preorder, the anchor's 0 first
                 (see :class:`hspec.targets.attention.TreeRows`). Trees of fewer than ``count`` rows are padded behind, with
                 any token; what comes out there means nothing. :meth:`KVCache.keep_paths` then accepts.
-            bitwise: of a tree on a CPU: every row equals plain decoding of its path in every bit (given linears that do not
-                depend on the number of rows, as packed ones). Without, attention is one call a sequence, which is faster
-                and rounds differently, as a chain of drafts does.
+            bitwise: of a tree on a CPU: the attention of every row equals plain decoding of its path in every bit, and so do
+                the logits where the linears do not depend on the number of rows. Without, attention is one call a
+                sequence, which is faster and rounds differently, as a chain of drafts does.
 
         Raises:
             AssertionError: depths that are no tree's, or do not fit ``tokens``.
