@@ -308,3 +308,12 @@ def test_what_is_trained_can_be_written_for_servers(folder: Path, tmp_path: Path
     done = convert(tmp_path / "run", tmp_path / "out", "speculators", target, mask_token_id=2)
     assert done.max_difference < 1e-4
     assert load_drafter(tmp_path / "out", target).max_draft == load_drafter(tmp_path / "run", target).max_draft
+
+
+def test_recipes_go_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert read_job(Path("qwen3-4b")).target == "Qwen/Qwen3-4B"
+    (tmp_path / "qwen3-4b").write_text("target: mine")  # a file of the user's own comes first
+    assert read_job(Path("qwen3-4b")).target == "mine"
+    with pytest.raises(UsageError, match="cannot read the settings in qwen3-5b"):
+        read_job(Path("qwen3-5b"))

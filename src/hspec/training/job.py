@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +90,15 @@ class Job(Strict):
 
 
 def read_job(path: Path) -> Job:
-    """A job from a YAML file.
+    """A job from a YAML file, or from a recipe of the package by its name (the paper's: ``qwen3-8b`` and the like).
 
     Raises:
         UsageError: not there, not YAML, or a key that is unknown or wrong; the message names the key.
     """
+    recipe = files("hspec") / "assets" / "recipes" / f"{path}.yaml"
+    source = recipe if not path.exists() and path.parent == Path() and recipe.is_file() else path
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = yaml.safe_load(source.read_text(encoding="utf-8"))
         return Job.model_validate({} if raw is None else raw)
     except OSError as error:
         raise UsageError(f"cannot read the settings in {path}: {reason(error)}") from error
