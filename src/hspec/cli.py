@@ -341,14 +341,15 @@ def _print_comparison(targets: list[str], as_json: bool) -> None:
         return
     console = Console(highlight=False)
     for target, rows in found.items():
-        parts = [part for part in rows[0]["parameters_by_part"] if any(row["parameters_by_part"][part] for row in rows)]
         table = Table(title=f"{escape(target)}: trainable parameters, millions")
-        table.add_column("method")
-        for name in ("all", "to hspec", *(part.replace("_", " ") for part in parts)):
-            table.add_column(name, justify="right")
+        table.add_column("method", no_wrap=True)
+        for name in ("all", "to hspec"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("by part")
         for row in rows:
-            numbers = [f"{row['parameters_by_part'][part] / 1e6:.2f}" for part in parts]
-            table.add_row(row["method"], f"{row['parameters'] / 1e6:.2f}", f"{row['difference_percent']:+.2f} %", *numbers)
+            parts = {part.replace("_", " "): n / 1e6 for part, n in row["parameters_by_part"].items() if n}
+            by_part = ", ".join(f"{part} {n:.2f}" for part, n in parts.items())
+            table.add_row(row["method"], f"{row['parameters'] / 1e6:.2f}", f"{row['difference_percent']:+.2f} %", by_part)
         console.print(table)
 
 
@@ -364,7 +365,10 @@ def methods(target: TargetArgument = DEFAULT_TARGET, as_json: JsonListOption = F
     if as_json:
         print(json.dumps(rows))
         return
-    table = Table("method", "context", "backbone", "head", title=f"methods on {escape(target)}")
+    table = Table(title=f"methods on {escape(target)}")
+    table.add_column("method", no_wrap=True)
+    for name in ("context", "backbone", "head"):
+        table.add_column(name)
     for name in ("passes", "KV bytes a token"):
         table.add_column(name, justify="right")
     for row in rows:
