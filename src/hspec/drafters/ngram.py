@@ -41,7 +41,6 @@ class NgramDrafter:
             )
         self.max_draft = self.max_nodes = max_draft
         self.longest, self.shortest = longest, shortest
-        self.max_nodes = max_draft
         self.draft_ids = torch.arange(vocab_size, device=device)
 
     def remember(self, taps: Tensor, following: Tensor, positions: Tensor, past: KVView | None) -> list[tuple[Tensor, Tensor]]:
