@@ -417,7 +417,9 @@ def convert(
 @app.command()
 def train(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for checkpoints, log and settings.")] = Path("drafter"),
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML settings, or a recipe's name; options override them.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="YAML settings, or a recipe's name; options override them.")
+    ] = None,
     target: Annotated[str | None, typer.Option("--target", "-t", help="The model to draft for.")] = None,
     preset: Annotated[
         str | None,
