@@ -488,7 +488,7 @@ def test_any_target_can_be_trained_for_without_a_preset(hspec: Run, place: Path,
 
 
 def test_ctrl_c_saves_and_resume_goes_on(hspec: Run, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Trainer.train_step
+    step, before = Trainer.train_step, signal.getsignal(signal.SIGINT)
 
     def interrupted(self: Trainer) -> Any:
         if self.step == 1:
@@ -499,7 +499,7 @@ def test_ctrl_c_saves_and_resume_goes_on(hspec: Run, place: Path, tmp_path: Path
         patch.setattr(Trainer, "train_step", interrupted)
         done = hspec(*training(place, tmp_path / "run"))
     assert done.code == 0 and "stopped at step 2 of 4" in done.out.replace("\n", " ")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before  # the default's, or ignored where the tests run in the background
     resumed = hspec("train", "-o", tmp_path / "run", "--resume")
     assert resumed.code == 0 and "done, step 4 of 4" in resumed.out.replace("\n", " ")
     hspec(*training(place, tmp_path / "whole"))
