@@ -92,29 +92,27 @@ class KeptFeatures(FeatureSource):
         return self._store.nbytes
 
     def __call__(self, batch: Batch) -> Features:
-        missing = [i for i in batch.documents if not self._store.filled[i]]
-        if missing:
-            self._fill(batch, super().__call__(batch))
+        for row, document in enumerate(batch.documents):
+            if not self._store.filled[document]:
+                self._fill(document, batch.tokens[row])
         return self._assembled(batch)
 
-    def _fill(self, batch: Batch, features: Features) -> None:
-        for row, document in enumerate(batch.documents):
-            span = slice(self._starts[document], self._starts[document + 1])
-            count = span.stop - span.start
-            streams = torch.cat(
-                (features.taps[row, :count], features.hidden[row, :count, None]), dim=1
-            ).float()  # [n, F + 1, hidden]
-            scale = streams.square().mean(-1).sqrt().clamp_min(1e-6)
-            parts = [(streams / scale[..., None]).flatten(1)]
-            for layer in self.kv_layers:
-                keys, values = features.kv.layer(layer)
-                parts += [t[row, :, :count].transpose(0, 1).flatten(1).float() for t in (keys, values)]
-            self._store.values[span] = torch.cat(parts, dim=1).half().cpu().numpy()
-            self._store.scales[span] = scale.cpu().numpy()
-            self._store.filled[document] = True
+    def _fill(self, document: int, tokens: Tensor) -> None:
+        """Run the target over a document alone: among others, products in bf16 may round otherwise, and a resumed run would have
+        other values than the undisturbed one, whose batches brought the document first in other company."""
+        span = slice(self._starts[document], self._starts[document + 1])
+        features = super().__call__(Batch(tokens[None, : span.stop - span.start], torch.empty(0)))
+        streams = torch.cat((features.taps[0], features.hidden[0, :, None]), dim=1).float()  # [n, F + 1, hidden]
+        scale = streams.square().mean(-1).sqrt().clamp_min(1e-6)
+        parts = [(streams / scale[..., None]).flatten(1)]
+        for layer in self.kv_layers:
+            parts += [t[0].transpose(0, 1).flatten(1).float() for t in features.kv.layer(layer)]
+        self._store.values[span] = torch.cat(parts, dim=1).half().cpu().numpy()
+        self._store.scales[span] = scale.cpu().numpy()
+        self._store.filled[document] = True
 
     def _assembled(self, batch: Batch) -> Features:
-        """Everything comes from the store, also the first time, so that a resumed run sees what the undisturbed one saw."""
+        """Everything comes from the store, also the first time: what is seen of a document never changes."""
         target, (B, T) = self.target, batch.tokens.shape
         values = torch.zeros(B, T, self._store.values.shape[1])
         scales = torch.zeros(B, T, len(self.taps) + 1)
