@@ -132,40 +132,38 @@ class BlockLoss:
         """
         assert predicted.anchor_hidden is not None
         M, k, _ = predicted.hidden.shape
-        extras = Extras(tokens=blocks.tokens.flatten()[slots.index])
-        unit = torch.ones_like(slots.weight)
-        reach, accepted, losses, stats = [], [], [], []
-        for z in range(latent.values):
-            categories = torch.full((M,), z, device=slots.index.device)
-            hidden = latent.shift(predicted.hidden, categories).flatten(0, 1)[slots.index]
-            # The gradient of each slot's loss now, its weight when all categories are known.
-            leaf = hidden.detach().requires_grad_(hidden.requires_grad)
-            loss, found = self._objective(leaf, None, slots, unit, weights, extras)
-            gradient = torch.autograd.grad(loss, leaf)[0] if loss.requires_grad else torch.zeros_like(leaf)
-            assert found.token_ratio is not None
-            ratio = torch.ones(M * k, device=leaf.device).index_put_((slots.index,), found.token_ratio).view(M, k)
-            before = torch.cat((torch.ones_like(ratio[:, :1]), ratio[:, :-1]), dim=1).cumprod(1)
-            reach.append(before.flatten()[slots.index])
-            accepted.append(
-                torch.zeros(M * k, device=leaf.device)
-                .index_put_((slots.index,), reach[-1] * found.acceptance)
-                .view(M, k)
-                .sum(1)
-            )
-            losses.append(
-                found.loss + ((hidden - hidden.detach()) * gradient).sum(-1)
-            )  # value and gradient of each slot's loss
-            stats.append(found)
+        under = [self._under(z, latent, predicted, blocks, slots, weights) for z in range(latent.values)]
+        loss, acceptance, agreement, reach = (torch.stack(of_all, dim=1) for of_all in zip(*under, strict=True))  # [R, values]
         prior = latent.prior(predicted.anchor_hidden.float()).softmax(-1)  # [M, values]
-        share = torch.stack(reach, 1) * prior.detach()[slots.index // k]  # [R, values]
+        block = slots.index // k
+        share = reach * prior.detach()[block]
         share = share / share.sum(-1, keepdim=True).clamp_min(1e-9)
-        expected = (prior * torch.stack(accepted, 1)).sum(-1).mean() / k
-        total = (torch.stack(losses, 1) * share * slots.weight[:, None]).sum() - expected
-        mix = torch.stack([s.acceptance for s in stats], 1)
-        agree = torch.stack([s.agreement for s in stats], 1).gather(1, prior.detach().argmax(-1)[slots.index // k][:, None])[
-            :, 0
-        ]
-        return total, SlotStatistics((torch.stack([s.loss for s in stats], 1) * share).sum(1), (mix * share).sum(1), agree)
+        accepted = torch.zeros(M, latent.values, device=reach.device).index_add_(0, block, reach * acceptance)
+        expected = (prior * accepted).sum(-1).mean() / k
+        likeliest = prior.detach().argmax(-1)[block][:, None]
+        stats = SlotStatistics(
+            (loss.detach() * share).sum(1), (acceptance * share).sum(1), agreement.gather(1, likeliest).squeeze(1)
+        )
+        return (loss * share * slots.weight[:, None]).sum() - expected, stats
+
+    def _under(
+        self, z: int, latent: LatentHead, predicted: Prediction, blocks: BlockBatch, slots: _Slots, weights: LossWeights
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of every slot under one category, ``[R]`` each: its loss (differentiable), acceptance, agreement, and the chance that the
+        drafts before it stand, prod_{i<j} min(1, q_i(x_i | z) / p_i(x_i))."""
+        M, k, _ = predicted.hidden.shape
+        categories = torch.full((M,), z, device=slots.index.device)
+        hidden = latent.shift(predicted.hidden, categories).flatten(0, 1)[slots.index]
+        leaf = hidden.detach().requires_grad_(hidden.requires_grad)
+        extras = Extras(tokens=blocks.tokens.flatten()[slots.index])
+        loss, found = self._objective(leaf, None, slots, torch.ones_like(slots.weight), weights, extras)
+        # The gradient of each slot's loss now; its weight comes when all categories are known.
+        gradient = torch.autograd.grad(loss, leaf)[0] if loss.requires_grad else torch.zeros_like(leaf)
+        differentiable = found.loss + ((hidden - hidden.detach()) * gradient).sum(-1)
+        assert found.token_ratio is not None
+        ratio = torch.ones(M * k, device=leaf.device).index_put_((slots.index,), found.token_ratio).view(M, k)
+        before = torch.cat((torch.ones_like(ratio[:, :1]), ratio[:, :-1]), dim=1).cumprod(1)
+        return differentiable, found.acceptance, found.agreement, before.flatten()[slots.index]
 
     def _confidence(self, predicted: Prediction, slots: _Slots, stats: SlotStatistics) -> Tensor | float:
         """BCE of the confidence head against the acceptance; nothing but the head learns from it."""
