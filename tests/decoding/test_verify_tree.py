@@ -19,7 +19,6 @@ from hspec.decoding.verify_tree import (
     TreeVerdict,
     judge_tree,
     process_row,
-    process_tree,
     verify_tree_greedy,
     verify_tree_sampled,
 )
@@ -220,7 +219,7 @@ def test_every_row_is_processed_as_on_its_path(options: dict[str, float]) -> Non
     history = torch.tensor([1, 5, 30]) if params.repetition_penalty != 1.0 else None
     logits = random_logits()
     before = logits.clone()
-    processed = process_tree(logits, params, history, EXAMPLE)
+    processed = torch.stack([process_row(logits, row, params, history, EXAMPLE) for row in range(len(EXAMPLE) + 1)])
     assert torch.equal(logits, before) and processed.shape == logits.shape
     for node in range(-1, len(EXAMPLE)):
         path = EXAMPLE.path(node)
@@ -239,7 +238,7 @@ def test_judging_is_processing_and_verifying(options: dict[str, float]) -> None:
     for seed in range(200):
         logits = random_logits(12, seed)
         draw_u = torch.rand(4, generator=torch.Generator().manual_seed(seed)).tolist()
-        processed = process_tree(logits, params, history, EXAMPLE)
+        processed = torch.stack([process_row(logits, row, params, history, EXAMPLE) for row in range(len(EXAMPLE) + 1)])
         if params.greedy:
             wanted = verify_tree_greedy(processed.argmax(-1).tolist(), EXAMPLE)
         else:

@@ -90,11 +90,6 @@ def process_row(logits: Tensor, row: int, params: SamplingParams, history: Tenso
     return process(logits[row : row + 1], params, history)[0]
 
 
-def process_tree(logits: Tensor, params: SamplingParams, history: Tensor | None, tree: DraftTree) -> Tensor:
-    """All rows of ``[n + 1, vocabulary]`` logits, as :func:`process_row`; same shape."""
-    return torch.stack([process_row(logits, row, params, history, tree) for row in range(len(tree) + 1)])
-
-
 def _follow(tree: DraftTree, choose: Callable[[int, int], int]) -> TreeVerdict:
     """Go down from the anchor along the tokens that ``choose(row, depth)`` names, until the tree does not have one."""
     path: list[int] = []

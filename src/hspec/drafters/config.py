@@ -6,6 +6,7 @@ A parallel drafter is a choice of parts: what it sees of the target (``attention
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -137,7 +138,7 @@ class LatentConfig(Strict):
 HeadConfig = Annotated[MarkovConfig | GruConfig | SelectorConfig | LatentConfig, Field(discriminator="kind")]
 
 
-class DrafterConfig(Strict):
+class DrafterConfig(Strict, ABC):
     """What every drafter's configuration has."""
 
     format: Literal[2] = 2
@@ -161,9 +162,9 @@ class DrafterConfig(Strict):
         return self
 
     @property
+    @abstractmethod
     def max_draft(self) -> int:
         """The largest k this drafter can serve."""
-        raise NotImplementedError
 
 
 class ParallelConfig(DrafterConfig):

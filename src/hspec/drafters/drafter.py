@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Self
 
@@ -30,7 +31,7 @@ class Prediction:
     """Slot 0's hidden state, ``[M, hidden]``, for heads that look at it."""
 
 
-class Drafter(nn.Module):
+class Drafter(nn.Module, ABC):
     """A trained drafter. Its own weights are parameters; the target's embedding and LM-head rows are buffers, shared and frozen.
 
     Args:
@@ -127,17 +128,17 @@ class Drafter(nn.Module):
         """
         raise AssertionError(f"{type(self).__name__} keeps nothing")
 
+    @abstractmethod
     def propose(self, context: DraftContext, k: int, choose: Chooser = greedy_chooser) -> Draft:
         """Draft k tokens behind each anchor (N = 1).
 
         Raises:
             UsageError: k is not in 1 .. ``max_draft``.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def predict(self, context: DraftContext, previous: Tensor) -> Prediction:
         """Training's view of B x N blocks of k slots; ``previous`` is the true token before each slot, ``[B, N, k]``."""
-        raise NotImplementedError
 
     def _follow(self, walk: Walk, anchors: Tensor, k: int, choose: Chooser) -> Draft:
         """Pick slot by slot: anchors ``[B]``."""

@@ -28,6 +28,8 @@ class TargetLayers:
     """The nearest layer whose K/V reach back as far as a drafter's window."""
 
 
+UNCONFIDENT = {"confidence_with_markov": False, "confidence_head": False}
+
 Derive = Callable[[ParallelConfig, TargetLayers], DrafterConfig]
 
 
@@ -68,8 +70,7 @@ def _layered(base: ParallelConfig, layers: TargetLayers, count: int, **changes: 
     }
     values = {
         "pattern": ["attention", "mlp"] * count, "mamba": None, "attention": attention, "kv_layers": spread, "head": None,
-        "confidence_head": False, "confidence_with_markov": False, "fusion_norm": False,
-        "fusion_rank": base.hidden_size,
+        "fusion_norm": False, "fusion_rank": base.hidden_size, **UNCONFIDENT,
     }  # fmt: skip
     return _changed(base, **(values | changes))
 
@@ -113,9 +114,6 @@ def _selector(base: ParallelConfig) -> dict[str, Any]:
 def _convolution(base: ParallelConfig) -> dict[str, Any]:
     group = next(g for g in (16, 8, 4, 2, 1) if base.hidden_size % g == 0)
     return {"group": group}
-
-
-PLAIN = {"confidence_with_markov": False, "confidence_head": False}
 
 
 def _widened(base: ParallelConfig, drop: str, name: str) -> ParallelConfig:
@@ -189,9 +187,9 @@ METHODS: dict[str, Method] = {
         Method("dblast", FEATURES, LAYERS, "block latent",
                lambda b, t: _dflash(b, t, method="dblast", head={"kind": "latent"})),
         Method("hspec-dflash2", f"state + {TARGET_KV}", f"{HYBRID} + convolution", "path selector",
-               lambda b, t: _changed(b, method="hspec-dflash2", head=_selector(b), convolution=_convolution(b), **PLAIN)),
+               lambda b, t: _changed(b, method="hspec-dflash2", head=_selector(b), convolution=_convolution(b), **UNCONFIDENT)),
         Method("hspec-domino", f"state + {TARGET_KV}", HYBRID, "GRU",
-               lambda b, t: _changed(b, method="hspec-domino", head=_gru(b), **PLAIN)),
+               lambda b, t: _changed(b, method="hspec-domino", head=_gru(b), **UNCONFIDENT)),
     )
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +18,10 @@ Walk = Callable[[int, Tensor], Tensor]
 Called once for each slot, in their order."""
 
 
-class CausalHead(nn.Module):
+class CausalHead(nn.Module, ABC):
     """Turns the slots' hidden states into logits, one slot after the other."""
 
+    @abstractmethod
     def walk(self, hidden: Tensor, anchor_hidden: Tensor, base: Logits, choose: Chooser) -> Walk:
         """Begin M blocks.
 
@@ -27,7 +29,6 @@ class CausalHead(nn.Module):
             hidden: the drafted slots' ``[M, k, hidden]``. anchor_hidden: slot 0's ``[M, hidden]``.
             base: the LM head. choose: for a draw of the head's own, if it has one.
         """
-        raise NotImplementedError
 
 
 class LowRankHead(CausalHead):
@@ -42,9 +43,9 @@ class LowRankHead(CausalHead):
         """The state before the first slot of ``blocks`` blocks; None for heads that have none."""
         return None
 
+    @abstractmethod
     def step(self, state: Any, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Any]:
         """One slot: state, ``[M, hidden]``, ``[M]`` target ids -> e_j ``[M, rank]``, the next state."""
-        raise NotImplementedError
 
     def lead(self, state: Any, anchor_hidden: Tensor | None, anchors: Tensor) -> Any:
         """What a slot 0 that drafts nothing does to the first state: ``[M, hidden]``, target ids ``[M]``. Most heads skip it."""
