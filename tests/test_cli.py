@@ -511,7 +511,7 @@ def test_ctrl_c_while_the_data_is_prepared(hspec: Run, place: Path, tmp_path: Pa
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hspec.training.job.prepare_data", interrupted)
+    monkeypatch.setattr("hspec.training.build.prepare_data", interrupted)
     done = hspec(*training(place, tmp_path / "run"))
     assert done.code == 130 and done.err.startswith("hspec: interrupted before training") and not (tmp_path / "run").exists()
 
@@ -586,7 +586,7 @@ def test_prompt_lookup(hspec: Run, place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", sorted((Path(cli.__file__).parent / "assets" / "recipes").glob("*.yaml")), ids=lambda p: p.stem
+    "recipe", sorted((Path(cli.__file__).parent.parent / "assets" / "recipes").glob("*.yaml")), ids=lambda p: p.stem
 )
 def test_recipes(hspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Path) -> None:
     """The paper's three targets are known without a network; any method can be planned by the same file."""
@@ -604,7 +604,7 @@ def test_recipes(hspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, re
 
 def test_the_recipes_are_the_papers_three() -> None:
     """0.1 CE + 0.9 TV at every step, gamma 4, peak 6e-4."""
-    folder = Path(cli.__file__).parent / "assets" / "recipes"
+    folder = Path(cli.__file__).parent.parent / "assets" / "recipes"
     names = {path.stem for path in folder.glob("*.yaml")}
     assert names == {"llama-3.1-8b", "qwen3-4b", "qwen3-8b"}
     for name in names:

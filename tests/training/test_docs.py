@@ -13,7 +13,8 @@ from typer.main import get_command
 from hspec.cli import app
 from hspec.training.config import default_growth
 from hspec.training.conversations import read_conversations
-from hspec.training.job import plan, read_job
+from hspec.training.job import read_job
+from hspec.training.plan import plan
 from hspec.training.shape import choose_shape
 
 DOC = Path(__file__).parents[2] / "docs" / "training.md"

@@ -15,8 +15,11 @@ from hspec.drafters.checkpoint import load_drafter
 from hspec.drafters.convert import convert
 from hspec.errors import HSpecError, UsageError
 from hspec.targets.sources import load_target
+from hspec.training.build import build
 from hspec.training.config import GrowthStage
-from hspec.training.job import RUN_FILE, Job, build, check_run, held_out_prompts, override, plan, prepare_data, read_job, shape
+from hspec.training.data import held_out_prompts, prepare_data
+from hspec.training.job import Job, override, read_job, shape
+from hspec.training.plan import RUN_FILE, check_run, plan
 from hspec.training.trainer import STATE_FILE
 from tests.saved import held_out_numbers, save_drafter_for, save_target, write_exchanges
 from tests.tiny import tiny_target

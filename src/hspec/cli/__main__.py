@@ -1,0 +1,5 @@
+"""``python -m hspec.cli``."""
+
+from hspec.cli import main
+
+main()

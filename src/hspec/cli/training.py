@@ -1,0 +1,163 @@
+"""``hspec train`` and ``measure``: a drafter of one's own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hspec.cli.app import app, make_console
+from hspec.cli.options import (
+    DEFAULT_TARGET,
+    DeviceOption,
+    DrafterOption,
+    JsonOption,
+    KOption,
+    MaxTokens,
+    TargetArgument,
+    ThreadsOption,
+    check_device,
+    load,
+    sampling_params,
+)
+from hspec.errors import UsageError
+
+
+@app.command()
+def train(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for checkpoints, log and settings.")] = Path("drafter"),
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="YAML settings, or a recipe's name; options override them.")
+    ] = None,
+    target: Annotated[str | None, typer.Option("--target", "-t", help="The model to draft for.")] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(help="auto (fits any target), a preset's name (see 'hspec info PRESET') or a YAML or JSON file."),
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="hspec, or another drafter of 'hspec methods'.")] = None,
+    data: Annotated[list[str] | None, typer.Option(help="JSONL, ShareGPT JSON or text; 'sharegpt' is packaged.")] = None,
+    own_answers: Annotated[bool | None, typer.Option("--own-answers/--given-answers", help="Who answers the prompts.")] = None,
+    max_prompts: Annotated[int | None, typer.Option(help="Use at most so many prompts.")] = None,
+    init_from: Annotated[str | None, typer.Option(help="Start from this drafter instead of the target's layers.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, or bf16 where the processor has bf16 products.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of initialisation, order and anchors.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, exactly where it stopped.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and stop.")] = False,
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = None,
+) -> None:
+    """Train a drafter, H-Spec or another method. Ctrl-C saves; --resume goes on.
+
+    Examples:  hspec train --out my-drafter --steps 2000   |   hspec train --config first-run.yaml --dry-run
+    |   hspec train --out my-drafter --resume
+    """
+    import torch
+
+    from hspec.training.build import build
+    from hspec.training.job import Job, override, read_job
+    from hspec.training.plan import RUN_FILE, check_run
+    from hspec.training.plan import plan as plan_of
+    from hspec.training.progress import run_with_progress
+
+    if threads:
+        torch.set_num_threads(threads)
+    check_device(device)
+    if resume:
+        given = {
+            "--config": config, "--target": target, "--preset": preset, "--method": method, "--data": data, "--own-answers": own_answers,
+            "--max-prompts": max_prompts, "--init-from": init_from, "--steps": steps, "--precision": precision, "--seed": seed,
+        }  # fmt: skip
+        if any(value is not None for value in given.values()):
+            names = ", ".join(name for name, value in given.items() if value is not None)
+            raise UsageError(f"--resume takes the settings saved in {out}: leave out {names}")
+        check_run(out, resume)
+        settings = read_job(out / RUN_FILE)
+    else:
+        settings = read_job(config) if config else Job()
+        settings = override(
+            settings, target=target, preset=preset, method=method, data=data, own_answers=own_answers, max_prompts=max_prompts,
+            init_from=init_from, train={"steps": steps, "precision": precision, "seed": seed},
+        )  # fmt: skip
+    console = Console(highlight=False)
+    table = Table(title="plan", show_header=False)
+    for name, line in plan_of(settings, out, resume).lines.items():
+        table.add_row(name, escape(line))
+    console.print(table)
+    if dry_run:
+        return
+    try:
+        trainer = build(settings, out, resume, lambda line: console.print(f"[dim]{escape(line)}[/dim]"), device)
+    except KeyboardInterrupt:
+        print(
+            "hspec: interrupted before training; answers so far are kept, the same command goes on with them", file=sys.stderr
+        )
+        raise typer.Exit(130) from None
+    run_with_progress(trainer, console)
+
+
+@app.command()
+def measure(
+    target: TargetArgument = DEFAULT_TARGET,
+    drafter: DrafterOption = None,
+    k: KOption = None,
+    data: Annotated[list[str] | None, typer.Option(help="Where held-out prompts come from; 'sharegpt' is packaged.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many held-out prompts.")] = 128,
+    max_tokens: MaxTokens = 256,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Records go here, and a rerun goes on from them.")] = Path(
+        "measured.jsonl"
+    ),
+    batch: Annotated[int, typer.Option(min=1, help="Prompts that run at once.")] = 8,
+    threads: ThreadsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure tau on held-out prompts, greedy and at T = 1, with bootstrap intervals.
+
+    Examples:  hspec measure   |   hspec measure -d my-drafter --limit 32 --json
+    """
+    from hspec.evaluation.held_out import label, read_records, summarise
+    from hspec.evaluation.held_out import measure as run
+    from hspec.training.data import held_out_prompts
+    from hspec.training.job import PACKAGED_DATA
+
+    read_records(out)
+    loaded, draft = load(target, drafter, False, "cpu", "float32", threads)
+    what = label(loaded, draft, k or draft.max_draft, max_tokens)
+    read_records(out, what)
+    prompts = held_out_prompts(loaded, data or [PACKAGED_DATA], limit)
+    settings = {
+        "greedy": sampling_params(max_tokens=max_tokens),
+        "T=1": sampling_params(max_tokens=max_tokens, temperature=1.0),
+    }
+    console = make_console(True)
+    with console.status("measuring") as status:
+        records = run(
+            loaded,
+            draft,
+            prompts,
+            out,
+            k or draft.max_draft,
+            settings,
+            what,
+            batch,
+            lambda n, m: status.update(f"{n} of {m} answers"),
+        )
+    summary = {"target": loaded.name, "k": k or draft.max_draft, "max_tokens": max_tokens, **summarise(records)}
+    if as_json:
+        print(json.dumps(summary))
+        return
+    table = Table("setting", "prompts", "tau", "95 % interval", "acceptance by position")
+    for name in settings:
+        s = summary[name]
+        rows = [("all", s), ("without looping answers", s["without_looping"]), *s["by_kind"].items()]
+        for row, part in rows:
+            low, high = part["interval"]
+            rates = "  ".join(f"{a:.2f}" for a in part.get("acceptance", []))
+            table.add_row(f"{name}, {row}", str(part["prompts"]), f"{part['tau']:.2f}", f"{low:.2f} .. {high:.2f}", rates)
+    Console(highlight=False).print(table)

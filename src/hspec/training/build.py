@@ -1,0 +1,80 @@
+"""From a job to a trainer: target, data and drafter, loaded or made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import yaml
+
+from hspec.api import drafter_folder
+from hspec.drafters.checkpoint import load_drafter as load_checkpoint
+from hspec.drafters.config import DrafterConfig, ParallelConfig
+from hspec.drafters.drafter import Drafter
+from hspec.errors import HSpecError, UsageError
+from hspec.files import write_text
+from hspec.targets.packing import has_bf16_products
+from hspec.targets.sources import load_target
+from hspec.targets.target import Target
+from hspec.training.data import Data, Say, prepare_data
+from hspec.training.initialise import draft_vocabulary, identity, initialise, mask_token
+from hspec.training.job import Job, with_block
+from hspec.training.plan import RUN_FILE, check_run
+from hspec.training.shape import choose_shape
+from hspec.training.trainer import Trainer
+
+
+def build(job: Job, folder: Path, resume: bool, say: Say, device: str = "cpu") -> Trainer:
+    """Load the target, prepare the data, and make the trainer; nothing is trained yet.
+
+    Raises:
+        UsageError: the preset is for another target, or the folder holds another run, or none to resume.
+        HSpecError: data, answers or state cannot be used.
+    """
+    check_run(folder, resume)
+    half = job.train.precision == "bf16"
+    if half and not has_bf16_products(torch.device(device)):
+        raise UsageError("precision bf16 needs hardware with bf16 products (AVX512-BF16, AMX or a recent GPU): use fp32")
+    target = load_target(job.target, device, linears="bf16" if half else "packed")
+    if not target.tokenizer.chat_template:
+        raise UsageError(
+            f"{target.name} has no chat template, so there is no telling its turns apart: train on an instruction-tuned model"
+        )
+    data = prepare_data(job, target, say)
+    answers = sum(e.supervised_count for e in data.train)
+    say(f"{len(data.train):,} documents, {answers:,} tokens of answers; {len(data.held_out)} held out")
+    if not data.train:
+        raise HSpecError("there is nothing to train on: every prompt is held out, or too long for the target's context")
+    if not data.held_out:
+        say("no document is held out (3 % of the prompts are, by hash): there will be no validation")
+    drafter = load_checkpoint(folder, target).requires_grad_(True) if resume else _new_drafter(job, target, data)
+    trainer = Trainer(job.train, target, drafter, data.train, data.held_out, folder)
+    if resume:
+        trainer.resume()
+    else:
+        write_text(folder / RUN_FILE, yaml.safe_dump(json.loads(job.model_dump_json()), sort_keys=False))
+    return trainer
+
+
+def _new_drafter(job: Job, target: Target, data: Data) -> Drafter:
+    if job.init_from is not None:
+        drafter = load_checkpoint(drafter_folder(job.init_from, target.name), target)
+        slots = max(drafter.config.max_draft, job.train.slots or 0)
+        drafter.config = _for_target(with_block(drafter.config, slots), target)
+        return drafter.requires_grad_(True)
+    config = choose_shape(job.preset, target.name, target.config, job.method)
+    if job.train.slots is not None:
+        config = with_block(config, job.train.slots)
+    config = _for_target(config, target)
+    if isinstance(config, ParallelConfig) and config.injects and config.mask_token_id is None:
+        # The formats that servers load have no mask vector, but name a row of the target's embedding.
+        config = config.model_copy(update={"mask_token_id": mask_token(target)})
+    draft_ids = draft_vocabulary(data.train, target, config.draft_vocab_size)
+    sample = torch.tensor([data.train[0].tokens])
+    return initialise(config, target, draft_ids, job.train.seed, sample)
+
+
+def _for_target(config: DrafterConfig, target: Target) -> DrafterConfig:
+    """The configuration with the identity of the target that it is trained on."""
+    return type(config).model_validate({**config.model_dump(), "target": identity(target).model_dump()})

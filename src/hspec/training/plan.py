@@ -1,0 +1,133 @@
+"""What a run would take, from its settings alone, before it is started."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hspec.drafters.checkpoint import read_config
+from hspec.drafters.config import DrafterConfig
+from hspec.drafters.parameters import layout, parameters_by_part
+from hspec.drafters.presets import PRESETS
+from hspec.errors import HSpecError, UsageError
+from hspec.targets.sources import ALIASES, describe
+from hspec.training.config import TrainConfig
+from hspec.training.estimate import (
+    ANSWER_TOKENS,
+    ANSWERING_SHARE,
+    TRAINING_SHARE,
+    TargetSize,
+    block_flops,
+    duration,
+    product_speed,
+    total_blocks,
+    total_flops,
+)
+from hspec.training.features import feature_bytes
+from hspec.training.job import PACKAGED_DATA, Job, shape
+from hspec.training.shape import preset_for
+from hspec.training.trainer import STATE_FILE
+
+RUN_FILE = "run.yaml"
+"""The settings of a run, in its folder."""
+
+
+@dataclass
+class Plan:
+    """What a run would take, before it is started."""
+
+    lines: dict[str, str] = field(default_factory=dict)
+
+
+def plan(job: Job, folder: Path, resume: bool = False) -> Plan:
+    """Parameters, memory, disk and time of a run, from its settings alone.
+
+    Raises:
+        UsageError: something that the run needs is not there.
+        HSpecError: the disk is too small.
+    """
+    check_run(folder, resume)
+    for source in job.data:
+        if source != PACKAGED_DATA and not Path(source).expanduser().is_file():
+            raise UsageError(f"no data file at {source}: check the path given to --data, or take '{PACKAGED_DATA}'")
+    config = read_config(folder) if resume else shape(job)
+    parts = parameters_by_part(config)
+    parameters = sum(parts.values())
+    c = job.train.for_block(config.max_draft)
+    slots = [s.slots for s in c.growth]
+    frozen = config.target.vocab_size * config.hidden_size + config.draft_vocab_size * config.hidden_size
+    memory = (
+        parameters * 4 * 5 + frozen * 4 + c.objective_chunk * (2 * config.target.vocab_size + 8 * config.draft_vocab_size) * 4
+    )
+    disk = parameters * 4 * 5
+    kept = "" if c.features == "stream" else f"; features take {feature_bytes(config) / 1e3:.1f} KB a token, in {c.features}"
+    free = shutil.disk_usage(_existing(folder)).free
+    if disk * 2 > free:
+        raise HSpecError(
+            f"the run keeps about {disk * 2 / 1e6:.0f} MB in {folder}, only {free / 1e6:.0f} MB are free there: choose another --out"
+        )
+    amount = "all prompts" if job.max_prompts is None else f"at most {job.max_prompts:,} prompts"
+    if job.own_answers and job.max_prompts is None:
+        amount += " (that can take days: --max-prompts sets how many)"
+    start = f"drafter {job.init_from}" if job.init_from is not None else f"preset {job.preset}"
+    return Plan(
+        {
+            "method": config.method,
+            "target": f"{job.target} ({start}; {layout(config)})",
+            "trainable parameters": f"{parameters / 1e6:.1f} M: "
+            + ", ".join(f"{n} {v / 1e6:.2f}" for n, v in parts.items() if v),
+            "data": ", ".join(job.data)
+            + f"; {amount}; "
+            + ("the target writes the answers" if job.own_answers else "answers as in the data"),
+            "steps": f"{c.steps:,} of {c.batch_tokens:,} tokens; blocks grow {' -> '.join(map(str, slots))} slots",
+            "compute": f"{block_flops(config, max(slots)) / 1e9:.2f} GFLOP a block of {max(slots)} slots; {c.precision} products",
+            "time": _time(job, c, config),
+            "memory": f"about {memory / 1e6:.0f} MB beside the target",
+            "disk": f"about {disk * 2 / 1e6:.0f} MB in {folder} ({free / 1e9:.0f} GB free){kept}",
+            "checkpoints": f"every {c.save_minutes:g} minutes; validation every {c.validate_minutes:g}",
+        }
+    )
+
+
+def _time(job: Job, train: TrainConfig, config: DrafterConfig) -> str:
+    """Hours of training, and of answering if all is to be answered; see :mod:`hspec.training.estimate`."""
+    name = ALIASES.get(job.target, job.target)
+    known = next((p for p in PRESETS.values() if p.target.name in (name, config.target.name)), None)
+    size = TargetSize.of(known or preset_for(describe(job.target), name))
+    speed = product_speed(train.precision)
+    seconds = total_flops(config, size, train) / (speed * TRAINING_SHARE)
+    blocks = total_blocks(train)
+    line = f"about {duration(seconds)} for {blocks:,.0f} blocks, {blocks / seconds:,.0f} a second"
+    if job.own_answers:
+        rate = speed * ANSWERING_SHARE / (2 * (size.layers + size.head))
+        line += f"; answers at about {rate:,.0f} tokens a second"
+        if job.max_prompts is not None:
+            line += f", {duration(job.max_prompts * ANSWER_TOKENS / rate)} if none is there yet"
+    return line + f" (this machine's products: {speed / 1e9:,.0f} GFLOP a second)"
+
+
+def check_run(folder: Path, resume: bool) -> None:
+    """Whether a run can be started, or resumed, in a folder.
+
+    Raises:
+        UsageError: nothing can be written there, it holds another run, or none to resume.
+    """
+    place = _existing(folder)
+    if not place.is_dir():
+        raise UsageError(f"--out {folder}: {place} is a file, a folder is needed")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UsageError(f"--out {folder}: no permission to write in {place}: choose another folder")
+    started = (folder / STATE_FILE).exists()
+    if started and not resume:
+        raise UsageError(f"{folder} already holds a run: go on with --resume, or choose another --out")
+    if resume and not started:
+        raise UsageError(f"nothing to resume: {folder / STATE_FILE} is not there; start without --resume")
+
+
+def _existing(path: Path) -> Path:
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
