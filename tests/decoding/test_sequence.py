@@ -21,13 +21,14 @@ def started(first: int = A, **params: object) -> Sequence:
 
 def test_a_step_emits_accepted_drafts_and_the_targets_token() -> None:
     sequence = started()
-    assert sequence.emit_step([B, C], E, True) == 3
-    assert sequence.emit_step([], A, True) == 1
-    assert sequence.emit_step([B, C], D, False) == 3
+    assert sequence.emit_step([B, C], E, [A]) == 3
+    assert sequence.emit_step([], A, [A]) == 1
+    assert sequence.emit_step([B, C], D, []) == 3
     assert sequence.tokens == [A, B, C, E, A, B, C, D]
     assert sequence.drafted == [False, True, True, False, False, True, True, False]
     assert sequence.finish_reason is None
     assert sequence.runs == [3, 1, 3]
+    assert sequence.refused == [[A], [A], []]
     counters = sequence.counters
     assert (counters.steps, counters.emitted) == (3, 7), "the prefill's token is not counted"
     assert counters.tau == pytest.approx(7 / 3)
@@ -41,7 +42,7 @@ def test_eos_inside_an_accepted_block(at: int) -> None:
     drafts = [B, C, D]
     drafts[at] = EOS
     sequence = started()
-    assert sequence.emit_step(drafts, E, False) == at + 1
+    assert sequence.emit_step(drafts, E, []) == at + 1
     assert sequence.tokens == [A, *drafts[: at + 1]]
     assert sequence.drafted == [False, *[True] * (at + 1)]
     assert (sequence.finish_reason, sequence.result().text) == ("stop", "1" + "23"[:at])
@@ -53,13 +54,14 @@ def test_eos_inside_an_accepted_block(at: int) -> None:
 def test_eos_accepted_right_before_a_rejection() -> None:
     """The draft behind it failed, but was never reached."""
     sequence = started()
-    assert sequence.emit_step([EOS], E, True) == 1
+    assert sequence.emit_step([EOS], E, [A]) == 1
     assert (sequence.counters.reached, sequence.counters.accepted) == ([1], [1])
+    assert sequence.refused == [[]]
 
 
 def test_eos_as_the_targets_token() -> None:
     sequence = started()
-    assert sequence.emit_step([B], EOS, True) == 2
+    assert sequence.emit_step([B], EOS, [A]) == 2
     assert sequence.tokens == [A, B, EOS] and sequence.finish_reason == "stop"
     assert (sequence.counters.reached, sequence.counters.accepted) == ([1, 1], [1, 0])
 
@@ -72,14 +74,14 @@ def test_eos_at_once() -> None:
 
 def test_eos_ignored() -> None:
     sequence = started(ignore_eos=True)
-    assert sequence.emit_step([EOS, C], D, False) == 3
+    assert sequence.emit_step([EOS, C], D, []) == 3
     assert sequence.finish_reason is None and sequence.text.text == "134"
 
 
 @pytest.mark.parametrize("most, emitted", [(2, 1), (3, 2), (4, 3), (5, 4)])
 def test_max_tokens_inside_a_block(most: int, emitted: int) -> None:
     sequence = started(max_tokens=most)
-    assert sequence.emit_step([B, C, D], E, False) == emitted
+    assert sequence.emit_step([B, C, D], E, []) == emitted
     assert len(sequence.tokens) == most and sequence.finish_reason == "length"
     assert sequence.counters.emitted == emitted
     assert sequence.counters.accepted == sequence.counters.reached == [1] * min(emitted, 3)
@@ -92,7 +94,7 @@ def test_max_tokens_of_one_is_the_prefills() -> None:
 
 def test_a_stop_string_inside_a_block() -> None:
     sequence = started(stop=("34",))
-    assert sequence.emit_step([B, C, D, E], A, False) == 3
+    assert sequence.emit_step([B, C, D, E], A, []) == 3
     assert sequence.tokens == [A, B, C, D] and sequence.finish_reason == "stop"
     assert sequence.result().text == "12", "the stop string itself is cut, its tokens are emitted and counted"
     assert sequence.counters.emitted == 3 and sequence.counters.accepted == [1, 1, 1]
@@ -109,7 +111,7 @@ def test_a_stop_string_inside_a_block() -> None:
 )
 def test_the_earliest_end_wins(params: dict[str, object], block: list[int], text: str, reason: str) -> None:
     sequence = started(**params)
-    sequence.emit_step(block, E, False)
+    sequence.emit_step(block, E, [])
     result = sequence.result()
     assert (result.text, result.finish_reason) == (text, reason)
 
@@ -127,5 +129,5 @@ def test_counters_pool() -> None:
 def test_plain_steps_count_as_steps_of_one() -> None:
     sequence = started()
     for token in (B, C, D):
-        assert sequence.emit_step([], token, False) == 1
+        assert sequence.emit_step([], token, []) == 1
     assert sequence.counters.tau == 1.0 and sequence.counters.reached == []

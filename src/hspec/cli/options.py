@@ -86,3 +86,18 @@ def sampling_params(**given: Any) -> Any:
         option = "--" + str(first["loc"][0]).replace("_", "-")
         message = first["msg"].removeprefix("Value error, ").replace("Input should", "it must")
         raise UsageError(f"{option}: {message}, not {first['input']!r}") from error
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """Whole numbers above 0, separated by commas.
+
+    Raises:
+        UsageError: something else.
+    """
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) < 1:
+        raise UsageError(f"{option} {text}: give whole numbers above 0, separated by commas, as in 1,4,16")
+    return values

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hspec.decoding.clock import StepClock
 from hspec.decoding.draft_sampler import DraftSampler
 from hspec.decoding.processors import process
 from hspec.decoding.proposal import Judged, Proposal, Tested
@@ -72,13 +73,17 @@ class Engine:
         drafter: None for plain decoding.
         k: drafted tokens a step, of a tree its depth; None takes the drafter's largest.
         max_batch: requests that run at once; more wait, and enter as others finish.
+        clock: takes the time of every step, of the whole batch.
 
     Raises:
         UsageError: k is not one that the drafter was trained for, or no request may run.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None = None, k: int | None = None, max_batch: int = 16):
-        self.target, self.drafter, self.max_batch = target, drafter, max_batch
+    def __init__(
+        self, target: Target, drafter: Drafter | None = None, k: int | None = None, max_batch: int = 16,
+        clock: StepClock | None = None,
+    ):  # fmt: skip
+        self.target, self.drafter, self.max_batch, self.clock = target, drafter, max_batch, clock
         self.k = 0 if drafter is None else drafter.max_draft if k is None else k
         if drafter is not None and not 1 <= self.k <= drafter.max_draft:
             raise UsageError(f"k = {self.k} drafted tokens, but this drafter was trained for 1 to {drafter.max_draft}")
@@ -181,9 +186,11 @@ class Engine:
 
     def _step(self, running: list[Sequence], state: DecodingState) -> list[int]:
         """Draft, verify and accept for every running sequence; returns how many tokens each emitted."""
+        began = self.clock.now() if self.clock else 0.0
         used = state.rows(0, len(running))
         anchors = torch.tensor([[s.anchor] for s in running], device=self.target.device)
         draft = None if self.drafter is None else self._draft(self.drafter, running, used, anchors)
+        drafted = self.clock.now() if self.clock else 0.0
         proposal = Proposal.of(anchors, draft, [self.target.max_positions - s.length - 2 for s in running])
         output = self.target.forward(proposal.tokens, used.cache, self.taps, proposal.depths)
         verdicts = self._verdicts(running, self.target.logits(output.hidden), proposal)
@@ -197,6 +204,8 @@ class Engine:
             emitted.append(sequence.emit_step(accepted[row], verdict.token, proposal.refused(row, verdict)))
             state.set_length(row, sequence.length)
             self._stop_at_context(sequence)
+        if self.clock:
+            self.clock.add(began, drafted, self.clock.now())
         return emitted
 
     def _draft(self, drafter: Drafter, running: list[Sequence], used: DecodingState, anchors: Tensor) -> Draft | None:

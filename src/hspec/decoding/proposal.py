@@ -54,10 +54,12 @@ class Proposal:
         trees = [tested.row_depths for tested in self.tested if isinstance(tested, DraftTree)]
         return trees or None
 
-    def refused(self, row: int, verdict: Judged) -> bool:
-        """Whether a draft behind the last accepted one was tested, and failed."""
+    def refused(self, row: int, verdict: Judged) -> list[int]:
+        """The drafts behind the last accepted one, none of which stood: the rest of a chain, or the children of a node."""
         tested, last = self.tested[row], verdict.rows[-1]
-        return bool(tested.children[last]) if isinstance(tested, DraftTree) else last < len(tested)
+        if isinstance(tested, DraftTree):
+            return [tested.tokens[node] for node in tested.children[last]]
+        return tested[last:]
 
     def accepted(self, verdicts: Sequence[Judged]) -> list[list[int]]:
         """The tokens of the drafts that stand, of each sequence."""

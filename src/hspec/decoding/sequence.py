@@ -75,6 +75,8 @@ class Result:
     counters: Counters
     runs: list[int]
     """Tokens emitted by each verification step."""
+    refused: list[list[int]] = field(default_factory=list)
+    """For each verification step the drafts that did not stand: the rest of a chain, or the alternatives that a tree had."""
 
 
 class Sequence:
@@ -85,6 +87,7 @@ class Sequence:
         self.tokens: list[int] = []
         self.drafted: list[bool] = []
         self.runs: list[int] = []
+        self.refused: list[list[int]] = []
         self.counters = Counters()
         self.finish_reason: FinishReason | None = None
         self.taps: Tensor | None = None
@@ -104,12 +107,12 @@ class Sequence:
     def emit_first(self, token: int) -> None:
         self._emit(token, False)
 
-    def emit_step(self, accepted: list[int], token: int, refused: bool) -> int:
+    def emit_step(self, accepted: list[int], token: int, refused: list[int]) -> int:
         """Emit one step's accepted drafts and the target's token, up to where the request ends; returns how many.
 
         Args:
-            refused: whether drafts behind the accepted ones were tested, none of which stood. They count as one position
-                reached, and only if the request did not end before it.
+            refused: drafts behind the accepted ones, none of which stood. They count as one position reached, and only if the
+                request did not end before it.
         """
         emitted = 0
         for i, new in enumerate([*accepted, token]):
@@ -117,8 +120,10 @@ class Sequence:
             emitted += 1
             if self.finish_reason is not None:
                 break
-        self.counters.count(min(emitted, len(accepted)), refused and emitted > len(accepted), emitted)
+        tested = refused if emitted > len(accepted) else []
+        self.counters.count(min(emitted, len(accepted)), bool(tested), emitted)
         self.runs.append(emitted)
+        self.refused.append(tested)
         return emitted
 
     def _emit(self, token: int, drafted: bool) -> None:
@@ -136,4 +141,4 @@ class Sequence:
     def result(self) -> Result:
         assert self.finish_reason is not None
         self.text.finish()
-        return Result(self.text.text, self.tokens, self.drafted, self.finish_reason, self.counters, self.runs)
+        return Result(self.text.text, self.tokens, self.drafted, self.finish_reason, self.counters, self.runs, self.refused)
