@@ -311,6 +311,16 @@ def test_what_is_trained_can_be_written_for_servers(folder: Path, tmp_path: Path
     done = convert(tmp_path / "run", tmp_path / "out", "speculators", target, mask_token_id=2)
     assert done.max_difference < 1e-4
     assert load_drafter(tmp_path / "out", target).max_draft == load_drafter(tmp_path / "run", target).max_draft
+    # And what a server's file holds can be trained on.
+    on = job(folder, init_from=str(tmp_path / "out"), train={"steps": 1})
+    assert "slots" in plan(on, tmp_path / "on").lines["compute"]
+    further = build(on, tmp_path / "on", False, quiet)
+    assert further.drafter.config.method == method
+    before = {name: p.detach().clone() for name, p in further.drafter.named_parameters()}
+    started = load_drafter(tmp_path / "out", target).state_dict()
+    assert all(torch.equal(before[name], started[name]) for name in before)
+    further.run(lambda record: None)
+    assert load_drafter(tmp_path / "on", target).config.method == method
 
 
 def test_recipes_go_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from hspec.drafters.config import SCHEMAS, DrafterConfig, ParallelConfig
 from hspec.drafters.drafter import Drafter
 from hspec.drafters.family import make_drafter
 from hspec.drafters.formats.envelope import Checkpoint, is_speculators, same_rows
-from hspec.drafters.formats.speculators import read_speculators
+from hspec.drafters.formats.speculators import described_config, read_speculators
 from hspec.drafters.upgrade import upgrade_config, upgrade_weights
 from hspec.errors import HSpecError, UsageError
 
@@ -75,6 +75,13 @@ def read_config(folder: Path) -> DrafterConfig:
         HSpecError: the configuration is damaged, or has keys that this version does not know.
     """
     return _parse_config(folder, read_raw(folder))
+
+
+def known_config(folder: Path) -> DrafterConfig:
+    """The configuration of a checkpoint of any layout, as far as it is known without its target (see
+    :func:`hspec.drafters.formats.speculators.described_config`); raises as :func:`read_config`."""
+    raw = read_raw(folder)
+    return described_config(raw, str(folder / CONFIG_FILE)) if is_speculators(raw) else _parse_config(folder, raw)
 
 
 def read_raw(folder: Path) -> dict[str, Any]:

@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
-from hspec.drafters.checkpoint import CONFIG_FILE, read_config, read_raw
+from hspec.drafters.checkpoint import CONFIG_FILE, known_config
 from hspec.drafters.config import DrafterConfig, ParallelConfig
 from hspec.drafters.family import meta_drafter
-from hspec.drafters.formats.envelope import is_speculators
-from hspec.drafters.formats.speculators import described_config
 from hspec.drafters.parameters import layout, parameters_by_part
 from hspec.drafters.presets import PRESETS, attention_layers
 from hspec.targets.cache import CacheShape
@@ -32,13 +30,8 @@ def describe(source: str) -> dict[str, Any]:
         }
     folder = Path(source).expanduser()
     if _is_drafter(folder / CONFIG_FILE):
-        return {"kind": "drafter", **describe_drafter(_drafter_config(folder))}
+        return {"kind": "drafter", **describe_drafter(known_config(folder))}
     return {"kind": "target", **describe_target(target_config(source))}
-
-
-def _drafter_config(folder: Path) -> DrafterConfig:
-    raw = read_raw(folder)
-    return described_config(raw, str(folder / CONFIG_FILE)) if is_speculators(raw) else read_config(folder)
 
 
 def _is_drafter(path: Path) -> bool:

@@ -10,7 +10,7 @@ import yaml
 from pydantic import Field, NonNegativeFloat, ValidationError
 
 from hspec.api import drafter_folder
-from hspec.drafters.checkpoint import read_config
+from hspec.drafters.checkpoint import known_config
 from hspec.drafters.config import DrafterConfig, Strict
 from hspec.drafters.methods import configuration
 from hspec.drafters.presets import PRESETS
@@ -111,7 +111,7 @@ def shape(job: Job) -> DrafterConfig:
         UsageError: target, preset or drafter to start from are not there, or do not fit together.
     """
     if job.init_from is not None:
-        config = read_config(drafter_folder(job.init_from, job.target))
+        config = known_config(drafter_folder(job.init_from, job.target))
         if job.method not in ("hspec", config.method):
             raise UsageError(f"--init-from {job.init_from} is a {config.method} drafter, not {job.method}: leave --method out")
         return config if job.train.slots is None else with_block(config, max(config.max_draft, job.train.slots))
