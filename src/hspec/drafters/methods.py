@@ -11,7 +11,7 @@ from typing import Any
 
 from hspec.drafters.config import DrafterConfig, EagleConfig, ParallelConfig, ReDrafterConfig
 from hspec.drafters.parameters import parameters_by_part
-from hspec.drafters.presets import attention_layers, nearest
+from hspec.drafters.presets import PUBLISHED_INJECTION, attention_layers, nearest
 from hspec.errors import UsageError
 
 MATCH_STEP = 16
@@ -94,7 +94,11 @@ def _dspark(base: ParallelConfig, layers: TargetLayers) -> ParallelConfig:
 
 
 def _dflash(base: ParallelConfig, layers: TargetLayers, **changes: Any) -> ParallelConfig:
-    return _layered(base, layers, layer_count(base, layers), **({"method": "dflash"} | changes))
+    changes = {"method": "dflash"} | changes
+    if base.target.name in PUBLISHED_INJECTION and "attention" not in changes:
+        count, kv_heads, head_dim = PUBLISHED_INJECTION[base.target.name]
+        return _layered(base, layers, count, attention={"kv_heads": kv_heads, "head_dim": head_dim}, **changes)
+    return _layered(base, layers, layer_count(base, layers), **changes)
 
 
 def _small(base: ParallelConfig) -> bool:

@@ -26,6 +26,11 @@ FULL_ATTENTION = {"Qwen/Qwen3.5-27B": 4, "Qwen/Qwen3.5-397B-A17B": 4}
 """Of targets with layers of linear attention: every n-th layer has full attention, and so K/V that can be read."""
 
 
+PUBLISHED_INJECTION = {"Qwen/Qwen3.5-27B": (6, 8, 128), "Qwen/Qwen3.5-397B-A17B": (6, 8, 128)}
+"""Layers, K/V heads and head size of the DFlash drafters that the paper counts for targets of another K/V shape: it gives 24 KiB a
+token, 6,144 elements of K, which this makes. That it is just this product is an assumption, their configurations are not at hand."""
+
+
 def attention_layers(target: TargetIdentity) -> list[int]:
     """The layers of a target that keep K/V, as far as is known without its configuration."""
     every = FULL_ATTENTION.get(target.name, 1)

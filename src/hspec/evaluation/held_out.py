@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from hspec.api import make_request
@@ -18,11 +17,10 @@ from hspec.decoding.engine import Drafter, Engine
 from hspec.decoding.params import SamplingParams
 from hspec.decoding.sequence import Counters
 from hspec.errors import HSpecError, UsageError
+from hspec.evaluation.statistics import Resampling
 from hspec.files import drop_cut_line, reason
 from hspec.targets.target import Target
 from hspec.training.prompts import Prompt
-
-RESAMPLES = 10_000
 
 
 @dataclass
@@ -174,15 +172,11 @@ def summarise(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _pool(records: Sequence[Record]) -> dict[str, Any]:
-    emitted = np.array([r.emitted for r in records], dtype=float)
-    steps = np.array([r.steps for r in records], dtype=float)
-    if not steps.sum():
+    emitted, steps = [r.emitted for r in records], [r.steps for r in records]
+    if not sum(steps):
         return {"prompts": len(records), "tau": 0.0, "interval": [0.0, 0.0]}
-    rng = np.random.default_rng(0)
-    picks = rng.integers(0, len(records), (RESAMPLES, len(records)))
-    taus = emitted[picks].sum(1) / np.maximum(steps[picks].sum(1), 1)
-    low, high = np.percentile(taus, [2.5, 97.5])
-    return {"prompts": len(records), "tau": float(emitted.sum() / steps.sum()), "interval": [float(low), float(high)]}
+    tau = Resampling().ratio("held-out", "", emitted, steps)
+    return {"prompts": len(records), "tau": tau.value, "interval": list(tau.interval)}
 
 
 def _acceptance(records: Sequence[Record]) -> list[float]:
