@@ -1,0 +1,128 @@
+"""``hspec eval``: drafters measured beside each other on the same prompts, with paired statistics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from hspec.cli.app import app, make_console
+from hspec.cli.options import (
+    DEFAULT_TARGET,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    MaxTokens,
+    MinP,
+    TargetArgument,
+    ThreadsOption,
+    TopK,
+    TopP,
+    load,
+    numbers,
+    sampling_params,
+)  # fmt: skip
+
+
+@app.command("eval")
+def evaluate_(
+    target: TargetArgument = DEFAULT_TARGET,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option("--drafter", "-d", help="FOLDER, hub id or ngram; NAME=FOLDER names it. Several are compared."),
+    ] = None,
+    tasks: Annotated[
+        str, typer.Option(help="Tasks, separated by commas: families, deepspec, long, single ones, .jsonl files.")
+    ] = "families",
+    data: Annotated[Path | None, typer.Option(help="A folder of task files, which come before those that ship.")] = None,
+    temperature: Annotated[list[float] | None, typer.Option(help="0 is greedy; may be given several times.")] = None,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    k: Annotated[str | None, typer.Option("-k", help="Drafted tokens a step, several separated by commas.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each task.")] = None,
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompts of long tasks, separated by commas.")] = "1024",
+    seed: Annotated[int, typer.Option(help="Of the choice of prompts, of sampling and of the bootstrap.")] = 0,
+    max_tokens: MaxTokens = 256,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave bad lines of task files out.")] = False,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Answers go here, and the same command goes on from them.")] = Path(
+        "evaluation"
+    ),
+    as_json: JsonOption = False,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = "float32",
+    threads: ThreadsOption = None,
+) -> None:
+    """Answer the same prompts with drafters and without one, interleaved, and compare them with paired intervals.
+
+    Examples:  hspec eval --tasks families --limit 2 --out results   |
+    hspec eval -d mine=run-1 -d other=run-2 --temperature 0 --temperature 1 --tasks math,code,chat --out both
+    """
+    from hspec.evaluation.harness import evaluate
+    from hspec.evaluation.setup import contenders_of, settings_of, write_summary
+    from hspec.evaluation.tasks.catalogue import load_tasks
+
+    names = [name for name in (part.strip() for part in tasks.split(",")) if name]
+    ks = None if k is None else numbers("-k", k)
+    load_tasks(
+        [n for n in names if not n.startswith("long")] or ["qa"], data, limit, seed, skip_bad
+    )  # says at once what is wrong
+    loaded, _ = load(target, None, True, device, dtype, threads)
+    chosen = contenders_of(loaded, drafter or [], ks)
+    drawn = load_tasks(
+        names, data, limit, seed, skip_bad, lambda text: len(loaded.tokenizer(text).input_ids), numbers("--lengths", lengths)
+    )
+    settings = settings_of(
+        [
+            sampling_params(
+                temperature=t,
+                max_tokens=max_tokens,
+                seed=seed,
+                **({"top_k": top_k, "top_p": top_p, "min_p": min_p} if t else {}),
+            )
+            for t in (temperature or [0.0])
+        ]
+    )
+    for task in drawn:
+        for line in task.bad_lines:
+            make_console(True).print(f"left out of {task.source}: {line}", style="yellow")
+    with make_console(True).status("answering") as status:
+        evaluate(
+            loaded, chosen, drawn, settings, out,
+            lambda done, total, last: status.update(f"answers {done:,} of {total:,} ({last.task}, {last.contender})"),
+        )  # fmt: skip
+    summary = write_summary(out, seed, [task.name for task in drawn], [s.name for s in settings])
+    if as_json:
+        print(json.dumps(summary))
+        return
+    _print(summary, out)
+
+
+def _print(summary: dict[str, Any], out: Path) -> None:
+    console = make_console(False)
+    for setting, found in summary["settings"].items():
+        entrants = found["entrants"]
+        table = Table("task", "prompts", *entrants, title=f"{setting}: tau (95 % interval)")
+        for task, count in found["prompts"].items():
+            table.add_row(task, str(count), *(_interval(e["tasks"][task]["tau"]) for e in entrants.values()))
+        table.add_section()
+        table.add_row("mean", "", *(_interval(e["tau"]) for e in entrants.values()))
+        table.add_row("speedup", "", *(_interval(e["speedup"]) for e in entrants.values()))
+        table.add_row("ms draft", "", *(f"{e['draft_ms']:.1f}" for e in entrants.values()))
+        table.add_row("ms verify", "", *(f"{e['verify_ms']:.1f}" for e in entrants.values()))
+        table.add_row("ms a token", "", *(f"{e['ms_per_token']:.1f}" for e in entrants.values()))
+        console.print(table)
+        for pair in found["pairs"]:
+            ratio, speed = pair["tau_ratio"], pair["speed_ratio"]
+            console.print(
+                f"{pair['a']} against {pair['b']}: tau {_interval(ratio, 3)} {ratio['verdict']}, speed {_interval(speed, 3)} "
+                f"{speed['verdict']}; a 5 % difference needs {pair['prompts_for_5_percent'] or '?'} prompts"
+            )
+    console.print(f"answers, evaluation.json and summary.json are in {out}")
+
+
+def _interval(e: dict[str, Any], digits: int = 2) -> str:
+    return f"{e['value']:.{digits}f} ({e['low']:.{digits}f} .. {e['high']:.{digits}f})"

@@ -1,0 +1,131 @@
+"""From what the command line says to contenders and settings, and from a folder's records to its summary."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hspec.api import load_drafter, shipped_drafter
+from hspec.decoding.params import SamplingParams
+from hspec.drafters.drafter import Drafter
+from hspec.errors import HSpecError, UsageError
+from hspec.evaluation.harness import AR, IDENTITY_FILE, RECORDS_FILE, Contender, Setting
+from hspec.evaluation.records import RecordFile
+from hspec.evaluation.summary import summarise
+from hspec.files import reason, write_text
+from hspec.targets.target import Target
+
+SUMMARY_FILE = "summary.json"
+
+
+def contenders_of(target: Target, drafters: Sequence[str], ks: Sequence[int] | None) -> list[Contender]:
+    """Every drafter at every k, after the contender without one; all are loaded, so that a misfit is refused before any answer.
+
+    Args:
+        drafters: ``FOLDER`` or ``NAME=FOLDER``; none takes the one that ships.
+        ks: None takes each drafter's largest.
+
+    Raises:
+        UsageError: a drafter that is not there or does not fit, a k it was not trained for, or one name for two.
+    """
+    sources = list(drafters)
+    if not sources:
+        if shipped_drafter(target.name) is None:
+            raise UsageError(f"no drafter ships for {target.name!r}: name some with --drafter")
+        sources = [""]
+    found = [Contender(AR)]
+    for source in sources:
+        name, _, place = source.rpartition("=")
+        drafter = load_drafter(place or None, target)
+        method = drafter.config.method if isinstance(drafter, Drafter) else place
+        label = name or (method if not place or place == method else Path(place).name)
+        for k in ks or [drafter.max_draft]:
+            if k > drafter.max_draft:
+                raise UsageError(f"-k {k}, but {label} was trained for 1 to {drafter.max_draft}")
+            found.append(Contender(label if ks is None or len(ks) == 1 else f"{label} k={k}", drafter, k, method))
+    twice = {c.name for c in found if sum(c.name == other.name for other in found) > 1}
+    if twice:
+        raise UsageError(f"two drafters are called {min(twice)!r}: name them, as in --drafter first={min(twice)}")
+    return found
+
+
+def settings_of(params: Sequence[SamplingParams]) -> list[Setting]:
+    """Named by what sets them apart: ``greedy``, ``T=1``, ``T=0.8 top_p=0.9``."""
+    return list({s.name: s for s in (Setting(_name(p), p) for p in params)}.values())
+
+
+def _name(params: SamplingParams) -> str:
+    if params.greedy:
+        return "greedy"
+    parts = [f"T={params.temperature:g}"]
+    parts += [f"top_k={params.top_k}"] if params.top_k else []
+    parts += [f"top_p={params.top_p:g}"] if params.top_p < 1 else []
+    parts += [f"min_p={params.min_p:g}"] if params.min_p else []
+    return " ".join(parts)
+
+
+def write_summary(
+    folder: Path, seed: int = 0, tasks: Sequence[str] | None = None, settings: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Summarise what a folder holds, keep it there, and give it back.
+
+    Args:
+        tasks, settings: only these; None for all there are.
+
+    Raises:
+        UsageError: no evaluation in the folder, or nothing of what is asked for.
+        HSpecError: it cannot be read or written.
+    """
+    path = folder / IDENTITY_FILE
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{folder} holds no evaluation: {IDENTITY_FILE} is not there; make one with 'hspec eval --out'"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise HSpecError(f"cannot read {path}: {reason(error)}") from error
+    records = [
+        r
+        for r in RecordFile(folder / RECORDS_FILE).read()
+        if (tasks is None or r.task in tasks) and (settings is None or r.setting in settings)
+    ]
+    if not records:
+        raise UsageError(f"{folder} holds no answer yet: run 'hspec eval --out {folder}' again")
+    summary = {
+        "target": about["target"]["name"],
+        "dtype": about["dtype"],
+        "machine": machine(about["device"]),
+        "settings": summarise(records, about["contenders"], seed),
+    }
+    write_text(folder / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What a figure of time depends on, as far as the system tells."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average": [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None,
+        "device": device if device == "cpu" else torch.cuda.get_device_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "hspec": version("hspec"),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
