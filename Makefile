@@ -1,4 +1,5 @@
-# make demo: set up and show the main job.   make test: set up and run every test.
+# make demo: set up and show the main job.   make test: set up and run every test that needs no browser.
+# make test-browser: those that open the report in Chromium.
 #
 #   PYTHON=python3.12     the interpreter to use (3.11 or newer)
 #   PIP_OPTIONS="..."     handed to every pip call, e.g. an index with CPU builds of torch:
@@ -9,13 +10,16 @@ PIP_OPTIONS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test lint wheel clean
+.PHONY: demo test test-browser lint wheel clean
 
 demo: $(STAMP)
 	$(BIN)/hspec demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+test-browser: $(STAMP)
+	$(BIN)/python -m pytest -m browser tests/evaluation
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests

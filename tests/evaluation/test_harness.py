@@ -11,7 +11,7 @@ from hspec.decoding.params import SamplingParams
 from hspec.decoding.sequence import Request
 from hspec.drafters.parallel import ParallelDrafter
 from hspec.errors import HSpecError, UsageError
-from hspec.evaluation.harness import AR, Contender, Setting, evaluate
+from hspec.evaluation.harness import AR, Contender, Setting, evaluate, pieces
 from hspec.evaluation.records import Record, RecordFile, whole_groups
 from hspec.evaluation.tasks.task import Task, TaskPrompt
 from hspec.targets.target import Target
@@ -43,7 +43,8 @@ def test_all_answers(target: Target, contenders: list[Contender], tmp_path: Path
     for record in records:
         for turn in record.turns:
             assert sum(turn.runs) == len(turn.tokens) - 1 == len(turn.drafted) - 1
-            assert len(turn.refused) == len(turn.runs)
+            assert len(turn.refused) == len(turn.refused_text) == len(turn.runs)
+            assert "".join(turn.pieces) == target.tokenizer.decode(turn.tokens)
             assert sum(turn.accepted) == turn.drafted.count("1")
             assert turn.verify_seconds > 0 and turn.prefill_seconds > 0
         assert record.seconds > 0
@@ -142,3 +143,12 @@ def test_whole_groups() -> None:
     ]
     assert whole_groups(records, ["a", "b"]) == [records[i] for i in (0, 1, 3, 4)]
     assert whole_groups(records, ["a"]) == [records[i] for i in (0, 2, 4)]
+
+
+def test_pieces_of_characters_that_take_several_tokens(target: Target) -> None:
+    tokens = target.tokenizer("a\N{LATIN SMALL LETTER E WITH ACUTE}b \N{SLIGHTLY SMILING FACE}!").input_ids
+    found = pieces(tokens, target.tokenizer.decode)
+    assert len(found) == len(tokens) and "" in found
+    assert "".join(found) == target.tokenizer.decode(tokens)
+    cut = pieces(tokens[:2], target.tokenizer.decode)  # an answer that ends inside a character
+    assert "".join(cut) == target.tokenizer.decode(tokens[:2])

@@ -18,10 +18,11 @@ def turn(runs: list[int], draft: float, verify: float) -> TurnRecord:
     k = 3
     accepted = [sum(run > i + 1 for run in runs) for i in range(k)]
     reached = [sum(run > i for run in runs) for i in range(k)]
+    n = 1 + sum(runs)
     return TurnRecord(
-        text="", tokens=[0] * (1 + sum(runs)), drafted="0" * (1 + sum(runs)), runs=runs, refused=[[] for _ in runs], prompt_tokens=5,
-        finish_reason="stop", looping=False, prefill_seconds=1.0, draft_seconds=draft, verify_seconds=verify, reached=reached,
-        accepted=accepted,
+        question="What?", text="x" * n, pieces=["x"] * n, tokens=[0] * n, drafted="0" * n, runs=runs, refused=[[] for _ in runs],
+        refused_text=["" for _ in runs], prompt_tokens=5, finish_reason="stop", looping=False, prefill_seconds=1.0,
+        draft_seconds=draft, verify_seconds=verify, reached=reached, accepted=accepted,
     )  # fmt: skip
 
 

@@ -62,7 +62,7 @@ def evaluate_(
     hspec eval -d mine=run-1 -d other=run-2 --temperature 0 --temperature 1 --tasks math,code,chat --out both
     """
     from hspec.evaluation.harness import evaluate
-    from hspec.evaluation.setup import contenders_of, settings_of, write_summary
+    from hspec.evaluation.setup import contenders_of, machine, settings_of, write_summary
     from hspec.evaluation.tasks.catalogue import load_tasks
 
     names = [name for name in (part.strip() for part in tasks.split(",")) if name]
@@ -94,7 +94,8 @@ def evaluate_(
             loaded, chosen, drawn, settings, out,
             lambda done, total, last: status.update(f"answers {done:,} of {total:,} ({last.task}, {last.contender})"),
         )  # fmt: skip
-    summary = write_summary(out, seed, [task.name for task in drawn], [s.name for s in settings])
+    here = machine(loaded.device.type)
+    summary = write_summary(out, seed, [task.name for task in drawn], [s.name for s in settings], here)
     if as_json:
         print(json.dumps(summary))
         return
@@ -121,8 +122,28 @@ def _print(summary: dict[str, Any], out: Path) -> None:
                 f"{pair['a']} against {pair['b']}: tau {_interval(ratio, 3)} {ratio['verdict']}, speed {_interval(speed, 3)} "
                 f"{speed['verdict']}; a 5 % difference needs {pair['prompts_for_5_percent'] or '?'} prompts"
             )
-    console.print(f"answers, evaluation.json and summary.json are in {out}")
+    console.print(f"answers, evaluation.json and summary.json are in {out}; 'hspec report {out}' makes a page of them")
 
 
 def _interval(e: dict[str, Any], digits: int = 2) -> str:
     return f"{e['value']:.{digits}f} ({e['low']:.{digits}f} .. {e['high']:.{digits}f})"
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of 'hspec eval'.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The HTML file; by default report.html in DIR.")] = None,
+    texts: Annotated[int, typer.Option(min=0, help="So many prompts of each task are shown with their answers.")] = 1,
+    show: Annotated[list[str] | None, typer.Option(help="Show the answers to the prompt with this id; several times.")] = None,
+    training: Annotated[
+        list[Path] | None, typer.Option(help="A folder of 'hspec train', for its curves; several times.")
+    ] = None,
+    costs: Annotated[Path | None, typer.Option(help="What 'hspec costs --json' printed.")] = None,
+) -> None:
+    """One HTML file of an evaluation: tables with intervals, plots, and answers with their drafts marked. It works offline.
+
+    Example:  hspec eval --limit 2 --out results && hspec report results
+    """
+    from hspec.evaluation.report import write_report
+
+    print(write_report(folder, out, texts, show or [], training or [], costs))

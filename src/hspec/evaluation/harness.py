@@ -189,7 +189,7 @@ def _answer(engine: Engine, contender: Contender, task: Task, prompt: TaskPrompt
             tokens = tuple(target.template.encode(messages, tools=tools))
             if turns and len(tokens) + 2 > target.max_positions:
                 break  # the conversation has outgrown the target's context; what was answered counts
-            turns.append(_turn(engine, Request(tokens, params)))
+            turns.append(_turn(engine, Request(tokens, params), text))
             messages.append({"role": "assistant", "content": turns[-1].text})
     shape = None if contender.drafter is None else contender.drafter.memory_shape
     context = turns[-1].prompt_tokens + len(turns[-1].tokens)
@@ -199,7 +199,7 @@ def _answer(engine: Engine, contender: Contender, task: Task, prompt: TaskPrompt
     )  # fmt: skip
 
 
-def _turn(engine: Engine, request: Request) -> TurnRecord:
+def _turn(engine: Engine, request: Request, question: str) -> TurnRecord:
     clock = engine.clock
     assert clock is not None
     clock.reset()
@@ -210,9 +210,23 @@ def _turn(engine: Engine, request: Request) -> TurnRecord:
     while step.result is None:
         step = next(stream)
     result: Result = step.result
+    decode = engine.target.tokenizer.decode
     return TurnRecord(
-        text=result.text, tokens=result.tokens, drafted="".join("01"[d] for d in result.drafted), runs=result.runs,
-        refused=result.refused, prompt_tokens=len(request.prompt), finish_reason=result.finish_reason,
-        looping=is_looping(result.tokens), prefill_seconds=prefill, draft_seconds=clock.draft_seconds,
-        verify_seconds=clock.verify_seconds, reached=result.counters.reached, accepted=result.counters.accepted,
+        question=question, text=result.text, pieces=pieces(result.tokens, decode), tokens=result.tokens,
+        drafted="".join("01"[d] for d in result.drafted), runs=result.runs, refused=result.refused,
+        refused_text=[decode(drafts) for drafts in result.refused], prompt_tokens=len(request.prompt),
+        finish_reason=result.finish_reason, looping=is_looping(result.tokens), prefill_seconds=prefill,
+        draft_seconds=clock.draft_seconds, verify_seconds=clock.verify_seconds, reached=result.counters.reached,
+        accepted=result.counters.accepted,
     )  # fmt: skip
+
+
+def pieces(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
+    """What each token adds to the decoded text; a character of several tokens comes with its last."""
+    found, shown = list[str](), ""
+    for end in range(1, len(tokens) + 1):
+        text = decode(list(tokens[:end]))
+        whole = end == len(tokens) or not text.endswith("\N{REPLACEMENT CHARACTER}")
+        found.append(text[len(shown) :] if whole and text.startswith(shown) else "")
+        shown = text if whole else shown
+    return found

@@ -16,7 +16,11 @@ from hspec.files import drop_cut_line, reason
 class TurnRecord(Strict):
     """One answer. Seconds are of the decoding steps; the prefill, which every contender does alike, is apart."""
 
+    question: str
+    """The user's turn."""
     text: str
+    pieces: list[str]
+    """What each token adds to the text."""
     tokens: list[int]
     """Emitted tokens; the first is the prefill's."""
     drafted: str
@@ -24,7 +28,9 @@ class TurnRecord(Strict):
     runs: list[int]
     """Tokens emitted by each verification step."""
     refused: list[list[int]]
-    """Drafts that did not stand, of each verification step."""
+    """Drafts that did not stand, of each verification step, ..."""
+    refused_text: list[str]
+    """... and what they would have said."""
     prompt_tokens: int
     finish_reason: str
     looping: bool

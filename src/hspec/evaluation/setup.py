@@ -72,11 +72,16 @@ def _name(params: SamplingParams) -> str:
 
 
 def write_summary(
-    folder: Path, seed: int = 0, tasks: Sequence[str] | None = None, settings: Sequence[str] | None = None
+    folder: Path,
+    seed: int = 0,
+    tasks: Sequence[str] | None = None,
+    settings: Sequence[str] | None = None,
+    measured_on: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Summarise what a folder holds, keep it there, and give it back.
 
     Args:
+        measured_on: :func:`machine`, right after measuring; None keeps what the summary before said.
         tasks, settings: only these; None for all there are.
 
     Raises:
@@ -102,11 +107,18 @@ def write_summary(
     summary = {
         "target": about["target"]["name"],
         "dtype": about["dtype"],
-        "machine": machine(about["device"]),
+        "machine": measured_on or _said_before(folder),
         "settings": summarise(records, about["contenders"], seed),
     }
     write_text(folder / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
     return summary
+
+
+def _said_before(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))["machine"]
+    except (OSError, ValueError, KeyError):  # none, or no whole one
+        return {}
 
 
 def machine(device: str) -> dict[str, Any]:

@@ -1,0 +1,166 @@
+"""The report of a small evaluation: what it shows, how it marks drafts, and, in a real browser, that nothing overflows."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hspec.errors import UsageError
+from hspec.evaluation.records import RecordFile, TurnRecord
+from hspec.evaluation.report import Span, cost_curves, sentences, spans, training_curves, write_report
+from tests.evaluation.test_summary import CONTENDERS, records_of
+
+
+def turn(drafted: str, runs: list[int], refused: list[str]) -> TurnRecord:
+    letters = [chr(97 + i) for i in range(len(drafted))]
+    return TurnRecord(
+        question="Why <b>?", text="".join(letters), pieces=letters, tokens=list(range(len(letters))), drafted=drafted, runs=runs,
+        refused=[[1] if r else [] for r in refused], refused_text=refused, prompt_tokens=3, finish_reason="stop", looping=False,
+        prefill_seconds=1.0, draft_seconds=0.1, verify_seconds=0.2, reached=[1], accepted=[1],
+    )  # fmt: skip
+
+
+def test_spans() -> None:
+    """a: the prefill's; then bc drafted and d the target's; e alone, behind a refused draft; fg drafted, where the answer ended."""
+    found = spans(turn("01100" + "11", [3, 1, 2], ["", "no <i>", ""]))
+    assert found == [
+        Span("a", False),
+        Span("bc", True),
+        Span("d", False),
+        Span("e", False, "no <i>"),
+        Span("fg", True),
+    ]
+    assert "".join(s.text for s in found) == "abcdefg"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An evaluation as ``hspec eval`` leaves it, with numbers from a seed."""
+    records = records_of(np.random.default_rng(0), {"a": 2.2, "b": 1.6})
+    shown = turn("01100", [3, 1], ["", "never & nowhere"])
+    records = [r.model_copy(update={"turns": [shown]}) if r.id == "0" and r.contender == "a" else r for r in records]
+    for record in records:
+        RecordFile(tmp_path / "records.jsonl").append(record)
+    about = {"target": {"name": "a <target>", "weights": "0123"}, "dtype": "float32", "device": "cpu", "contenders": CONTENDERS}
+    (tmp_path / "evaluation.json").write_text(json.dumps(about))
+    return tmp_path
+
+
+class Tags(HTMLParser):
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def test_page(folder: Path) -> None:
+    path = write_report(folder)
+    assert path == folder / "report.html"
+    page = path.read_text(encoding="utf-8")
+    tags = Tags(page)
+    assert not [a for _, a in tags.found for name in ("src", "href") if (a.get(name) or "").startswith(("http", "//"))], (
+        "offline"
+    )
+    assert not [tag for tag, _ in tags.found if tag in ("script", "link") and tag == "script"]
+    assert len([tag for tag, _ in tags.found if tag == "svg"]) == 3
+    ids = [a["id"] for _, a in tags.found if a.get("id")]
+    assert len(set(ids)) == len(ids), "every id of every plot is its own"
+    assert "Drafters for a &lt;target&gt;" in page and "Why &lt;b&gt;?" in page
+    assert "<mark>bc</mark>" in page and 'title="refused: never &amp; nowhere">e</span>' in page
+    assert "a has the largest mean accepted length" in page and "In tau a is ahead of b" in page
+    summary = json.loads((folder / "summary.json").read_text())["settings"]["greedy"]
+    tau = summary["entrants"]["a"]["tau"]
+    assert f"{tau['value']:.2f} <small>{tau['low']:.2f}\N{EN DASH}{tau['high']:.2f}</small>" in page
+
+
+def test_two_settings_have_ids_of_their_own(folder: Path) -> None:
+    for record in RecordFile(folder / "records.jsonl").read():
+        RecordFile(folder / "records.jsonl").append(record.model_copy(update={"setting": "T=1"}))
+    tags = Tags(write_report(folder).read_text(encoding="utf-8"))
+    ids = [a["id"] for _, a in tags.found if a.get("id")]
+    assert len(set(ids)) == len(ids) and len([tag for tag, _ in tags.found if tag == "svg"]) == 6
+
+
+def test_which_answers_are_shown(folder: Path) -> None:
+    page = write_report(folder, texts=2).read_text(encoding="utf-8")
+    assert len(re.findall("<summary>math, ", page)) == len(re.findall("<summary>code, ", page)) == 2
+    page = write_report(folder, folder / "other.html", ids=["7"]).read_text(encoding="utf-8")
+    assert re.findall("<summary>(.*?)</summary>", page) == ["math, 7", "code, 7"]
+    with pytest.raises(UsageError, match="no answer to a prompt with id 99"):
+        write_report(folder, ids=["99"])
+
+
+def test_sentences() -> None:
+    assert sentences({"entrants": {"ar": {"method": "ar"}}, "pairs": []}) == ["Nothing was drafted here."]
+
+
+def test_training_and_costs(folder: Path) -> None:
+    run = folder / "run"
+    run.mkdir()
+    held = [{"kind": "held-out", "blocks": b, "loss": 2 - b / 100, "tau_sampling": 1 + b / 100} for b in (10, 20)]
+    (run / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [{"kind": "train"}, *held]))
+    costs = {
+        "drafting": [{"method": "x", "concurrency": c, "length": 512, "total_ms": 2.0 * c} for c in (1, 2)],
+        "verification": [{"rows": 1, "length": 512, "ms": 3.0}],
+    }
+    (folder / "costs.json").write_text(json.dumps(costs))
+    page = write_report(folder, training=[run], costs=folder / "costs.json").read_text(encoding="utf-8")
+    assert len([tag for tag, _ in Tags(page).found if tag == "svg"]) == 7
+    with pytest.raises(UsageError, match=r"--training .*gone: cannot read"):
+        training_curves([folder / "gone"])
+    with pytest.raises(UsageError, match="not the log of a training"):
+        (run / "log.jsonl").write_text("[1]\n")
+        training_curves([run])
+    with pytest.raises(UsageError, match="not what 'hspec costs --json' prints"):
+        cost_curves(run / "log.jsonl")
+
+
+# -- in a browser ------------------------------------------------------------------------------------------------
+
+_FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--enable-logging=stderr", "--virtual-time-budget=2000",
+)  # fmt: skip
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("dark", [False, True])
+def test_in_a_browser(folder: Path, tmp_path: Path, width: int, dark: bool) -> None:
+    """No message on the console, and nothing wider than the window, which an iframe of that width stands for."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    assert browser is not None, "this test needs Chromium: install it, or leave the mark 'browser' out"
+    page = write_report(folder).read_text(encoding="utf-8")
+    frame = tmp_path / "frame.html"
+    document = json.dumps(page).replace("</", "<\\/")
+    frame.write_text(
+        f"""<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,"><iframe style="width: {width}px; height: 900px">
+        </iframe><pre></pre><script>
+        const frame = document.querySelector("iframe");
+        frame.onload = () => {{
+            const root = frame.contentDocument.documentElement;
+            document.querySelector("pre").textContent = `wide ${{root.scrollWidth}} of ${{root.clientWidth}}, ` +
+                `ink ${{frame.contentWindow.getComputedStyle(frame.contentDocument.body).color}}`;
+        }};
+        frame.srcdoc = {document};
+        </script>""",
+        encoding="utf-8",
+    )
+    flags = [*_FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1500,1000"]
+    if dark:
+        flags.append("--blink-settings=preferredColorScheme=0")
+    done = subprocess.run([browser, *flags, "--dump-dom", frame.as_uri()], capture_output=True, text=True, timeout=120)
+    assert "CONSOLE" not in done.stderr, done.stderr
+    found = re.search(r"wide (\d+) of (\d+), ink rgb\((\d+),", done.stdout)
+    assert found is not None, done.stdout[-500:]
+    needed, given, red = map(int, found.groups())
+    assert needed <= given <= width
+    assert (red > 128) == dark
