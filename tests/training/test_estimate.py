@@ -27,8 +27,7 @@ def test_block_flops_are_those_that_a_step_does(tmp_path, method: str) -> None: 
     blocks = run._blocks(run.stream.batch(0), 3, 1.0, 0, run.features)
     loss = BlockLoss(drafter, target, settings())
     with FlopCounterMode(display=False) as counter:
-        total, _, _ = loss(blocks, LossWeights(0.1, 0.4, 0.5), 0.0)
-        total.backward()
+        loss(blocks, LossWeights(0.1, 0.4, 0.5), 0.0).total.backward()
     heads = 2 * target.vocab_size * target.hidden_size * len(torch.unique(blocks.rows.flatten()))
     counted = counter.get_total_flops() - heads
     estimated = blocks.weight[..., 0].numel() * block_flops(config, 3)

@@ -52,8 +52,8 @@ def trainer(target: Target, method: str, folder: Path, **changes: object) -> Tra
 def test_loss_falls_and_the_checkpoint_drafts(target: Target, tmp_path: Path, method: str) -> None:
     run = trainer(target, method, tmp_path)
     steps = [run.train_step() for _ in range(STEPS)]
-    losses = [loss for loss, *_ in steps]
-    acceptance = [float(stats.acceptance.mean()) for _, _, stats, _ in steps]
+    losses = [float(sums.mean.detach()) for sums, _ in steps]
+    acceptance = [float(sums.stats.acceptance.mean()) for sums, _ in steps]
     assert sum(losses[-5:]) < 0.93 * sum(losses[:5])
     assert sum(acceptance[-5:]) > 1.05 * sum(acceptance[:5])
     run.save()
@@ -72,8 +72,8 @@ def test_gradients_reach_every_parameter(target: Target, tmp_path: Path, method:
     for _ in range(2):  # some start at zero, and let no gradient through to others at the first step
         run.train_step()
     blocks = run._blocks(run.stream.batch(3), 3, 1.0, 3, run.features)
-    loss, _, _ = run.loss(blocks, LossWeights(0.1, 0.4, 0.5), 0.5)
+    sums = run.loss(blocks, LossWeights(0.1, 0.4, 0.5), 0.5)
     run.drafter.zero_grad(set_to_none=True)
-    loss.backward()
+    sums.total.backward()
     silent = [n for n, p in run.drafter.named_parameters() if p.grad is None or not bool(p.grad.abs().sum() > 0)]
     assert silent == []

@@ -15,7 +15,9 @@ from hspec.drafters.checkpoint import load_drafter
 from hspec.errors import HSpecError, UsageError
 from hspec.targets.target import Target
 from hspec.training.config import GrowthStage, TrainConfig, default_growth
-from hspec.training.trainer import LOG_FILE, STATE_FILE, Meter, Trainer, estimated_tau
+from hspec.training.trackers import LOG_FILE
+from hspec.training.trainer import STATE_FILE, Trainer
+from hspec.training.validation import Meter
 from tests.tiny import tiny_target
 from tests.training.helpers import documents, settings, small_config, trainer_for
 from tests.training.test_objective import Largest
@@ -252,7 +254,7 @@ def test_memory_of_a_step_does_not_grow_with_the_logits(target: Target, tmp_path
             return out
 
     with Shapes():
-        *_, blocks = trainer.train_step()
+        _, blocks = trainer.train_step()
     wide = {s for s in shapes if len(s) >= 2 and s[-1] in (157, target.vocab_size) and s[-2] not in (8, 48)}
     assert blocks > 50  # 150 slots
     assert all(math.prod(s[:-1]) <= 8 for s in wide), wide
@@ -293,13 +295,11 @@ def test_the_causal_heads_rate_is_a_multiple(target: Target, tmp_path: Path) -> 
         (0.0, 1.0, {0: 1, 50: 0.5, 99: 0.01}),
     ],
 )
-def test_from_kl_to_tv(until: float, start: float, expected: dict[int, float], target: Target, tmp_path: Path) -> None:
+def test_from_kl_to_tv(until: float, start: float, expected: dict[int, float]) -> None:
     config = settings(steps=100, warm_kl_until=until, tv_from=start, ce=0.1)
     assert {s: config.kl_share(s) for s in expected} == pytest.approx(expected)
-    trainer = trainer_for(target, tmp_path, config)
     for step, share in expected.items():
-        trainer.step = step
-        weights = trainer._weights()
+        weights = config.weights(step)
         assert (weights.ce, weights.kl, weights.tv) == pytest.approx((0.1, 0.9 * share, 0.9 * (1 - share)))
 
 
@@ -358,8 +358,3 @@ def test_stopping_saves(target: Target, tmp_path: Path) -> None:
     again = trainer_for(target, tmp_path)
     again.resume()
     assert again.step == 2
-
-
-def test_tau_from_acceptance() -> None:
-    assert estimated_tau([]) == 1.0
-    assert estimated_tau([0.5, 0.5, 1.0]) == pytest.approx(1 + 0.5 + 0.25 + 0.25)

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from hspec.drafters.config import Strict
+from hspec.training.objective import LossWeights
 
 
 class GrowthStage(Strict):
@@ -39,11 +40,26 @@ class TrainConfig(Strict):
     growth: tuple[GrowthStage, ...] = ()
     """Empty: one slot, then two, then the drafter's whole block (see :func:`default_growth`)."""
     ce: float = Field(0.1, ge=0)
+    """What the objective's terms weigh (see docs/objective.md)."""
+    lk: float = Field(0.0, ge=0)
+    kl: float | None = Field(None, ge=0)
+    """With ``tv`` unset too, the two share what CE and LK-hybrid leave of 1, by the schedule that follows. If one of them is set,
+    both weigh the same from the first step to the last, the unset one nothing."""
+    tv: float | None = Field(None, ge=0)
     warm_kl_until: float = Field(0.5, ge=0, le=1)
     """KL instead of TV up to this fraction of the steps ..."""
     tv_from: float = Field(0.7, ge=0, le=1)
     """... and TV alone from here on, linear in between."""
+    lk_eta: float = Field(3.0, ge=0)
+    """LK-hybrid is KL with the weight exp(-eta acceptance), and TV with the rest."""
+    ce_label: Literal["argmax", "data"] = "argmax"
+    """CE's label: the target's likeliest token, or the token of the text. Outside the draft vocabulary a slot has no CE."""
     gamma: float = Field(4.0, gt=0)
+    """Slot j weighs exp(-(j - 1) / gamma) ..."""
+    position_weights: Literal["decay", "dpace"] = "decay"
+    """... or what it adds to the expected accepted length as the drafter stands (D-PACE)."""
+    dpace_alpha: float = Field(0.5, gt=0, le=1)
+    """How much of every acceptance D-PACE takes for granted."""
     confidence: float = Field(1.0, ge=0)
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16 runs the matrix products of drafter and target in bf16 where the processor can; weights stay fp32."""
@@ -52,7 +68,12 @@ class TrainConfig(Strict):
     seed: int = Field(0, ge=0, lt=2**40)
     save_minutes: float = Field(5.0, gt=0)
     validate_minutes: float = Field(10.0, gt=0)
+    validate_tokens: int = Field(16384, gt=0)
+    """Held-out tokens that a validation looks at, at most; it always takes the same ones, and one document at least."""
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Who is told the numbers beside log.jsonl (see :mod:`hspec.training.trackers`)."""
     objective_chunk: int = Field(128, gt=0)
+    """Slots whose logits exist at once: the objective's memory is in proportion to it."""
 
     @model_validator(mode="after")
     def _growth_ascends(self) -> TrainConfig:
@@ -62,6 +83,29 @@ class TrainConfig(Strict):
         if self.tv_from < self.warm_kl_until:
             raise ValueError(f"tv_from ({self.tv_from}) must not come before warm_kl_until ({self.warm_kl_until})")
         return self
+
+    @model_validator(mode="after")
+    def _terms_weigh(self) -> TrainConfig:
+        if self.scheduled and self.ce + self.lk > 1:
+            raise ValueError(
+                f"ce ({self.ce}) and lk ({self.lk}) leave nothing of 1 for KL and TV: let them sum to 1 at most, or set kl or tv"
+            )
+        if not self.scheduled and not (self.ce or self.lk or self.kl or self.tv):
+            raise ValueError("ce, lk, kl and tv are all 0: give one of the objective's terms a weight")
+        return self
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether KL gives way to TV in the course of the run."""
+        return self.kl is None and self.tv is None
+
+    def weights(self, step: int) -> LossWeights:
+        """What the objective's terms weigh at a step; ``steps`` itself is past the last one."""
+        kl, tv = self.kl or 0.0, self.tv or 0.0
+        if self.scheduled:
+            share, rest = self.kl_share(step), 1 - self.ce - self.lk
+            kl, tv = rest * share, rest * (1 - share)
+        return LossWeights(self.ce, kl, tv, self.lk, self.lk_eta)
 
     @property
     def slots(self) -> int | None:
@@ -76,7 +120,7 @@ class TrainConfig(Strict):
         return next(s for s in reversed(self.growth) if s.start <= step / self.steps)
 
     def kl_share(self, step: int) -> float:
-        """1 in the warm-up, 0 at the end: the share of KL in the 0.9 that KL and TV have together."""
+        """1 in the warm-up, 0 at the end: the share of KL in what KL and TV have together."""
         done = step / self.steps
         if done < self.warm_kl_until:
             return 1.0

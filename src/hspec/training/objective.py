@@ -1,20 +1,24 @@
-"""The objective of a block: CE, KL and TV against the target, over the draft vocabulary, in bounded memory.
+"""The objective of a block: CE, KL, TV and LK-hybrid against the target, over the draft vocabulary, in bounded memory.
 
 Logits over the vocabulary exist for a few positions at a time only. Because the gradient of every term with respect to the
 logits is known in closed form, forward computes it chunk by chunk and keeps just the gradients of its small inputs.
 
-With q = softmax(z) over the draft vocabulary and p the target's probabilities there (of its full distribution, not
-renormalised), the gradients with respect to z are
+With q = softmax(z) over the draft vocabulary, p the target's probabilities there (of its full distribution, not
+renormalised), P = sum p and a = sum min(p, q), a slot's terms and their gradients with respect to z are
 
-    CE, label y:              q - 1[y]
-    KL, -sum p log q:         (sum p) q - p
-    TV, 1 - sum min(p, q):    q (sum over q<p of q) - q 1[q < p]
+    CE, label y:   -log q_y                           q - 1[y]
+    KL:            sum p log(p / q) - P log P         P q - p
+    TV:            1 - a                              q (sum over q<p of q) - q 1[q < p]
+    LK-hybrid:     l KL + (1 - l) TV                  the same mix; l = exp(-eta a) is held fixed
+
+KL is P KL(p / P || q): what a drafter confined to its vocabulary can still win, never negative. 1 - TV is the chance that a draft
+sampled from q is accepted (Leviathan et al., arXiv 2211.17192). LK-hybrid: Samarin et al., arXiv 2602.23881. See docs/objective.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -30,6 +34,14 @@ class LossWeights:
     ce: float = 0.1
     kl: float = 0.0
     tv: float = 0.9
+    lk: float = 0.0
+    lk_eta: float = 3.0
+    """How soon LK-hybrid turns from KL to TV as the acceptance rises."""
+
+    def of_divergences(self, acceptance: Tensor) -> tuple[Tensor, Tensor]:
+        """What KL and TV weigh at slots of this acceptance ``[R]``, LK-hybrid's shares included: ``[R]`` each."""
+        share = torch.exp(-self.lk_eta * acceptance.detach())
+        return self.kl + self.lk * share, self.tv + self.lk * (1 - share)
 
 
 @dataclass(frozen=True)
@@ -37,11 +49,15 @@ class Candidates:
     """Of every supervised slot, detached."""
 
     ids: Tensor
-    """Draft ids with the highest logits, the best first; the target's argmax replaces the last where it is missing, ``[R, C]``."""
+    """Draft ids with the highest logits, the best first; CE's label replaces the last where it is missing, ``[R, C]``."""
     p: Tensor
     """The target's probabilities there, ``[R, C]``."""
     label: Tensor
-    """Which of them is the target's argmax, ``[R]``; -1 where that is not in the draft vocabulary."""
+    """Which of them is CE's label, ``[R]``; -1 where that is not in the draft vocabulary."""
+    argmax: Tensor
+    """Which of them is the target's argmax, ``[R]``; -1 where none is."""
+    token: Tensor
+    """Which of them is the text's own token, ``[R]``; -1 where none is, or the text was not given."""
 
 
 @dataclass(frozen=True)
@@ -49,24 +65,31 @@ class SlotStatistics:
     """Of every supervised slot, detached, ``[R]`` each."""
 
     loss: Tensor
+    """The terms, weighted."""
+    ce: Tensor
+    """0 where the label is not in the draft vocabulary."""
+    kl: Tensor
     acceptance: Tensor
-    """sum min(p, q): the probability that a draft sampled from q is accepted."""
+    """sum min(p, q) = 1 - TV: the probability that a draft sampled from q is accepted."""
     agreement: Tensor
     """Whether the drafter's argmax is the target's argmax over the full vocabulary."""
+    token_ratio: Tensor
+    """min(1, q / p) at the text's own token: how likely it is to be accepted as a draft; 0 where it is not in the draft
+    vocabulary, and everywhere if the text was not given."""
     candidates: Candidates | None = None
     """The best draft ids of every slot, where they were asked for."""
-    token_ratio: Tensor | None = None
-    """min(1, q / p) at the text's own token, where it was asked for; 0 where that is not in the draft vocabulary."""
 
 
 @dataclass(frozen=True)
 class Extras:
-    """What else is to be found out while logits exist."""
+    """What else is known, or to be found out, while logits exist."""
 
     candidates: int = 0
     """How many of the best draft ids."""
     tokens: Tensor | None = None
     """The text's own tokens ``[R]`` (target ids), to learn how likely they are to be accepted."""
+    labels: Tensor | None = None
+    """What CE is told, ``[R]`` target ids; None: the target's argmax. A slot whose label is outside the draft vocabulary has no CE."""
 
 
 NOTHING_ELSE = Extras()
@@ -83,115 +106,153 @@ class TargetRows:
     draft_ids: Tensor
     """``[draft vocabulary]`` target ids."""
 
+    def look_up(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the draft vocabulary ``[n, draft vocabulary]``, and the argmax of all of it ``[n]``; equal rows that
+        stand together ``[n]`` are computed once."""
+        positions, where = torch.unique_consecutive(rows, return_inverse=True)
+        full = self.logits(self.hidden[positions])
+        return torch.log_softmax(full, -1)[:, self.draft_ids][where], full.argmax(-1)[where]
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """n slots while their logits exist."""
+
+    p: Tensor
+    """``[n, draft vocabulary]``."""
+    q: Tensor
+    """``[n, draft vocabulary]``."""
+    mass: Tensor
+    """sum p, ``[n]``."""
+    label: Tensor
+    """CE's, as a draft id, -1 where it has none, ``[n]``."""
+    argmax: Tensor
+    """The target's argmax, likewise."""
+    ce: Tensor
+    """``[n]``."""
+    kl: Tensor
+    """``[n]``."""
+    acceptance: Tensor
+    """``[n]``."""
+
+    @staticmethod
+    def of(logits: Tensor, rows: Tensor, target: TargetRows, labels: Tensor | None) -> _Chunk:
+        """Of draft logits ``[n, draft vocabulary]``, the target's rows ``[n]`` and CE's labels ``[n]``."""
+        log_p, best = target.look_up(rows)
+        p, log_q = log_p.exp(), logits.float().log_softmax(-1)
+        mass = p.sum(-1)
+        kl = log_p.sub_(log_q).mul_(p).sum(-1) - torch.special.xlogy(mass, mass)
+        argmax = _draft_labels(best, target.draft_ids)
+        label = argmax if labels is None else _draft_labels(labels, target.draft_ids)
+        ce = -log_q.gather(-1, label.clamp_min(0)[:, None]).squeeze(-1) * (label >= 0)
+        q = log_q.exp_()
+        return _Chunk(p, q, mass, label, argmax, ce, kl.clamp_min(0.0), torch.minimum(p, q).sum(-1))
+
+    def loss(self, weights: LossWeights) -> Tensor:
+        """``[n]``."""
+        kl, tv = weights.of_divergences(self.acceptance)
+        return weights.ce * self.ce + kl * self.kl + tv * (1 - self.acceptance)
+
+    def gradient(self, weights: LossWeights, slot_weight: Tensor) -> Tensor:
+        """Of the weighted losses with respect to the draft logits, ``[n, draft vocabulary]``; p is used up."""
+        kl, tv = (w * slot_weight for w in weights.of_divergences(self.acceptance))
+        ce = weights.ce * slot_weight * (self.label >= 0)
+        pull = ce + kl * self.mass
+        below = None
+        if weights.tv or weights.lk:
+            below = self.q.masked_fill(self.q >= self.p, 0.0).mul_(tv[:, None])
+            pull = pull + below.sum(-1)
+        d = self.q * pull[:, None]
+        if below is not None:
+            d.sub_(below)
+        if weights.kl or weights.lk:
+            d.sub_(self.p.mul_(kl[:, None]))
+        return d.scatter_add_(1, self.label.clamp_min(0)[:, None], -ce[:, None])
+
+    def candidates(self, count: int, token: Tensor) -> Candidates:
+        """``token``: the text's own, as a draft id or -1, ``[n]``."""
+        ids = self.q.topk(count, dim=-1).indices
+        missing = (self.label >= 0) & ~(ids == self.label[:, None]).any(-1)
+        ids[:, -1] = torch.where(missing, self.label, ids[:, -1])
+        places = (_place(ids, wanted) for wanted in (self.label, self.argmax, token))
+        return Candidates(ids, self.p.gather(-1, ids), *places)
+
+
+def _draft_labels(label: Tensor, draft_ids: Tensor) -> Tensor:
+    """Target ids -> draft ids, -1 where the id is not in the draft vocabulary."""
+    index = torch.searchsorted(draft_ids, label).clamp_max(draft_ids.shape[0] - 1)
+    return torch.where(draft_ids[index] == label, index, -1)
+
+
+def _place(ids: Tensor, wanted: Tensor) -> Tensor:
+    """Where in each row of ``[n, C]`` the id ``[n]`` stands; -1 where it does not."""
+    found = ids == wanted[:, None]
+    return torch.where(found.any(-1), found.int().argmax(-1), -1)
+
+
+def _ratio(q: Tensor, p: Tensor, at: Tensor) -> Tensor:
+    """min(1, q / p) at one place of each row of ``[n, V]``; 0 where the place is -1."""
+    q, p = (t.gather(-1, at.clamp_min(0)[:, None]).squeeze(-1) for t in (q, p))
+    return (q / p.clamp_min(1e-30)).clamp_max(1.0) * (at >= 0)
+
+
+def _empty_statistics(slots: int, candidates: int, device: torch.device) -> SlotStatistics:
+    numbers = [torch.zeros(slots, device=device) for _ in range(5)]
+    loss, ce, kl, acceptance, ratio = numbers
+    agreement = torch.zeros(slots, dtype=torch.bool, device=device)
+    found = None
+    if candidates:
+        ids = torch.zeros(slots, candidates, dtype=torch.int64, device=device)
+        found = Candidates(ids, torch.zeros_like(ids, dtype=torch.float32), *(ids.new_zeros(slots) for _ in range(3)))
+    return SlotStatistics(loss, ce, kl, acceptance, agreement, ratio, found)
+
+
+def _note(stats: SlotStatistics, part: Tensor, chunk: _Chunk, weights: LossWeights, extras: Extras, draft_ids: Tensor) -> None:
+    """Write what is found out about a chunk where its slots have their place."""
+    stats.loss[part], stats.ce[part], stats.kl[part] = chunk.loss(weights), chunk.ce, chunk.kl
+    stats.acceptance[part] = chunk.acceptance
+    stats.agreement[part] = chunk.q.argmax(-1) == chunk.argmax
+    token = torch.full_like(part, -1) if extras.tokens is None else _draft_labels(extras.tokens[part], draft_ids)
+    stats.token_ratio[part] = _ratio(chunk.q, chunk.p, token)
+    if stats.candidates is not None:
+        found = chunk.candidates(extras.candidates, token)
+        for field in fields(Candidates):
+            getattr(stats.candidates, field.name)[part] = getattr(found, field.name)
+
 
 class _BlockObjective(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        markov: Tensor | None,
-        w2: Tensor | None,
-        head: Tensor,
-        rows: Tensor,
-        slot_weight: Tensor,
-        target: TargetRows,
-        weights: LossWeights,
-        chunk: int,
-        extras: Extras,
-    ) -> tuple[Tensor, ...]:
-        R = hidden.shape[0]
+        ctx: Any, hidden: Tensor, markov: Tensor | None, w2: Tensor | None, head: Tensor, rows: Tensor, slot_weight: Tensor,
+        target: TargetRows, weights: LossWeights, chunk: int, extras: Extras, stats: SlotStatistics,
+    ) -> Tensor:  # fmt: skip
         need = hidden.requires_grad
         d_hidden = torch.zeros_like(hidden) if need else None
         d_markov = torch.zeros_like(markov) if need and markov is not None else None
         d_w2 = torch.zeros_like(w2, dtype=torch.float32) if need and w2 is not None else None
-        loss, acceptance = hidden.new_zeros(R, dtype=torch.float32), hidden.new_zeros(R, dtype=torch.float32)
-        agreement = torch.zeros(R, dtype=torch.bool, device=hidden.device)
-        best = torch.zeros(R, extras.candidates, dtype=torch.int64, device=hidden.device)
-        best_p, best_label = torch.zeros_like(best, dtype=torch.float32), torch.full_like(agreement, -1, dtype=torch.int64)
-        ratio = torch.zeros(0 if extras.tokens is None else R, device=hidden.device)
-        order = torch.argsort(rows, stable=True)
-        for part in order.split(chunk):
-            positions, where = torch.unique_consecutive(rows[part], return_inverse=True)
-            full = target.logits(target.hidden[positions])
-            label = full.argmax(-1)
-            p = torch.softmax(full, -1)[:, target.draft_ids][where]
+        # Slots that need the same row of the target come together, so that it is computed once.
+        for part in torch.argsort(rows, stable=True).split(chunk):
             logits = hidden[part] @ head.T
             if markov is not None and w2 is not None:
                 logits = logits + markov[part] @ w2.to(markov.dtype).T
-            q = torch.softmax(logits.float(), dim=-1)
-            small = torch.minimum(p, q)
-            accept = small.sum(-1)
-            label_draft, has_label = _draft_labels(label[where], target.draft_ids)
-            log_q_label = q.gather(-1, label_draft[:, None]).squeeze(-1).clamp_min(1e-30).log()
-            value = weights.tv * (1 - accept) - weights.ce * log_q_label * has_label
-            if weights.kl:
-                value = value - weights.kl * (p * q.clamp_min(1e-30).log()).sum(-1)
-            loss[part], acceptance[part] = value, accept
-            agreement[part] = (q.argmax(-1) == label_draft) & has_label.bool()
-            if extras.candidates:
-                best[part], best_p[part], best_label[part] = _candidates(q, p, label_draft, has_label.bool(), extras.candidates)
-            if extras.tokens is not None:
-                token, known = _draft_labels(extras.tokens[part], target.draft_ids)
-                at = [t.gather(-1, token[:, None]).squeeze(-1) for t in (q, p)]
-                ratio[part] = (at[0] / at[1].clamp_min(1e-30)).clamp_max(1.0) * known
-            if not need:
+            found = _Chunk.of(logits, rows[part], target, None if extras.labels is None else extras.labels[part])
+            del logits
+            _note(stats, part, found, weights, extras, target.draft_ids)
+            if d_hidden is None:
                 continue
-            d = q * (weights.ce * has_label + weights.kl * p.sum(-1))[:, None]
-            if weights.kl:
-                d.sub_(p, alpha=weights.kl)
-            if weights.tv:
-                below = q.masked_fill(q >= p, 0.0)
-                d.add_(q * below.sum(-1, keepdim=True) - below, alpha=weights.tv)
-            d.scatter_add_(1, label_draft[:, None], (-weights.ce * has_label)[:, None])
-            d.mul_(slot_weight[part][:, None])
-            d = d.to(hidden.dtype)
-            assert d_hidden is not None
+            d = found.gradient(weights, slot_weight[part]).to(hidden.dtype)
             d_hidden[part] = d @ head
             if markov is not None and w2 is not None and d_markov is not None and d_w2 is not None:
                 d_markov[part] = (d @ w2.to(d.dtype)).to(d_markov.dtype)
                 d_w2 += (d.T @ markov[part].to(d.dtype)).float()
+            del found, d  # before the next chunk's logits come
         ctx.gradients = (d_hidden, d_markov, None if d_w2 is None or w2 is None else d_w2.to(w2.dtype))
-        total = (loss * slot_weight).sum()
-        found = (loss, acceptance, agreement, best, best_p, best_label, ratio)
-        ctx.mark_non_differentiable(*found)
-        return total, *found
+        return (stats.loss * slot_weight).sum()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         d_hidden, d_markov, d_w2 = (None if g is None else g * grad.to(g.dtype) for g in ctx.gradients)
-        return d_hidden, d_markov, d_w2, None, None, None, None, None, None, None
-
-
-def _draft_labels(label: Tensor, draft_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Target ids -> draft ids, and 1.0 where the id is in the draft vocabulary."""
-    index = torch.searchsorted(draft_ids, label).clamp_max(draft_ids.shape[0] - 1)
-    return index, (draft_ids[index] == label).float()
-
-
-def _candidates(q: Tensor, p: Tensor, label: Tensor, has_label: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See :class:`Candidates`; for the slots of a chunk."""
-    ids = q.topk(count, dim=-1).indices
-    missing = has_label & ~(ids == label[:, None]).any(-1)
-    ids[:, -1] = torch.where(missing, label, ids[:, -1])
-    place = (ids == label[:, None]).int().argmax(-1)
-    return ids, p.gather(-1, ids), torch.where(has_label, place, -1)
-
-
-def candidate_objective(
-    scores: Tensor, found: Candidates, slot_weight: Tensor, weights: LossWeights
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same terms for a q that is over a few candidates only, ``scores`` ``[R, C]`` their logits.
-
-    Returns:
-        The weighted sum of the losses, and of every slot the acceptance and whether the likeliest candidate is the label, ``[R]``.
-    """
-    log_q = scores.float().log_softmax(-1)
-    q, has_label = log_q.exp(), found.label >= 0
-    accept = torch.minimum(q, found.p).sum(-1)
-    ce = -log_q.gather(-1, found.label.clamp_min(0)[:, None]).squeeze(-1) * has_label
-    kl = -(found.p * log_q).sum(-1)
-    loss = weights.ce * ce + weights.kl * kl + weights.tv * (1 - accept)
-    return (loss * slot_weight).sum(), accept.detach(), (q.argmax(-1) == found.label)
+        return d_hidden, d_markov, d_w2, None, None, None, None, None, None, None, None
 
 
 def block_objective(
@@ -214,17 +275,60 @@ def block_objective(
         w2: the Markov head's ``[draft vocabulary, rank]``, or None.
         head: frozen LM-head rows ``[draft vocabulary, hidden]``, in the dtype to multiply in.
         rows: for each slot, the row of ``target.hidden`` that predicts the same token, ``[R]`` int64.
-        slot_weight: ``[R]`` fp32; already divided by the batch's total.
-        chunk: slots whose logits exist at once. Peak extra memory is about
-            ``chunk * (2 * vocabulary + 8 * draft vocabulary) * 4`` bytes.
+        slot_weight: ``[R]`` fp32.
+        chunk: slots whose logits exist at once; see :func:`chunk_bytes`.
     """
-    total, loss, acceptance, agreement, *found, ratio = _BlockObjective.apply(
-        hidden, markov, w2, head, rows, slot_weight, target, weights, chunk, extras
-    )
-    candidates = Candidates(*found) if extras.candidates else None
-    return total, SlotStatistics(loss, acceptance, agreement, candidates, ratio if extras.tokens is not None else None)
+    stats = _empty_statistics(hidden.shape[0], extras.candidates, hidden.device)
+    total = _BlockObjective.apply(hidden, markov, w2, head, rows, slot_weight, target, weights, chunk, extras, stats)
+    return total, stats
+
+
+def chunk_bytes(chunk: int, vocabulary: int, draft_vocabulary: int) -> int:
+    """Peak memory of the objective beside its inputs, their gradients and the statistics: in proportion to the chunk, whatever the
+    number of slots. For each slot of a chunk there are at most two fp32 rows of the target's vocabulary with two of the draft
+    vocabulary, and later five of that. Tests measure it."""
+    return chunk * max(2 * vocabulary + 2 * draft_vocabulary, 5 * draft_vocabulary) * 4
+
+
+def candidate_objective(
+    scores: Tensor, found: Candidates, slot_weight: Tensor, weights: LossWeights
+) -> tuple[Tensor, SlotStatistics]:
+    """The same terms for a q that is over a few candidates only, ``scores`` ``[R, C]`` their logits.
+
+    Returns:
+        The weighted sum of the losses, and the slots' statistics.
+    """
+    log_q, p = scores.float().log_softmax(-1), found.p
+    q, mass = log_q.exp(), p.sum(-1)
+    acceptance = torch.minimum(q, p).sum(-1)
+    ce = -log_q.gather(-1, found.label.clamp_min(0)[:, None]).squeeze(-1) * (found.label >= 0)
+    kl = (torch.special.xlogy(p, p) - p * log_q).sum(-1) - torch.special.xlogy(mass, mass)
+    kl_weight, tv_weight = weights.of_divergences(acceptance)
+    loss = weights.ce * ce + kl_weight * kl + tv_weight * (1 - acceptance)
+    stats = SlotStatistics(
+        loss.detach(), ce.detach(), kl.detach(), acceptance.detach(), q.argmax(-1) == found.argmax,
+        _ratio(q.detach(), p, found.token), found,
+    )  # fmt: skip
+    return (loss * slot_weight).sum(), stats
 
 
 def slot_decay(k: int, gamma: float = 4.0) -> Tensor:
     """Weights exp(-(j - 1) / gamma) of the slots j = 1..k."""
     return torch.exp(-torch.arange(k, dtype=torch.float32) / gamma)
+
+
+def dpace_weights(acceptance: Tensor, alpha: float) -> Tensor:
+    """D-PACE: how much each slot of a block adds to the expected accepted length, given how far its drafter is.
+
+    With s_i = (1 - alpha) a_i + alpha, w_j = sum over m >= j of prod_{i <= m} s_i: that is d/d(log s_j) of sum_m prod_{i <= m} s_i, the
+    expected number of accepted drafts (Wu et al., arXiv 2605.18810, eq. 7 and 8). They take a_i = q(label), the acceptance
+    if the target were sure; a_i here is sum min(p, q), which is the same thing where it is sure.
+
+    Args:
+        acceptance: ``[M, k]``; negative at slots that do not count, which must be the last of their block.
+
+    Returns:
+        ``[M, k]``, falling along the block, 0 at slots that do not count.
+    """
+    smooth = ((1 - alpha) * acceptance + alpha).masked_fill(acceptance < 0, 0.0)
+    return smooth.cumprod(-1).flip(-1).cumsum(-1).flip(-1)

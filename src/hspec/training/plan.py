@@ -27,7 +27,9 @@ from hspec.training.estimate import (
 )
 from hspec.training.features import feature_bytes
 from hspec.training.job import PACKAGED_DATA, Job, shape
+from hspec.training.objective import chunk_bytes
 from hspec.training.shape import preset_for
+from hspec.training.trackers import check_trackers
 from hspec.training.trainer import STATE_FILE
 
 RUN_FILE = "run.yaml"
@@ -49,6 +51,7 @@ def plan(job: Job, folder: Path, resume: bool = False) -> Plan:
         HSpecError: the disk is too small.
     """
     check_run(folder, resume)
+    check_trackers(job.train.trackers)
     for source in job.data:
         if source != PACKAGED_DATA and not Path(source).expanduser().is_file():
             raise UsageError(f"no data file at {source}: check the path given to --data, or take '{PACKAGED_DATA}'")
@@ -58,9 +61,8 @@ def plan(job: Job, folder: Path, resume: bool = False) -> Plan:
     c = job.train.for_block(config.max_draft)
     slots = [s.slots for s in c.growth]
     frozen = config.target.vocab_size * config.hidden_size + config.draft_vocab_size * config.hidden_size
-    memory = (
-        parameters * 4 * 5 + frozen * 4 + c.objective_chunk * (2 * config.target.vocab_size + 8 * config.draft_vocab_size) * 4
-    )
+    objective = chunk_bytes(c.objective_chunk, config.target.vocab_size, config.draft_vocab_size)
+    memory = parameters * 4 * 5 + frozen * 4 + objective
     disk = parameters * 4 * 5
     kept = "" if c.features == "stream" else f"; features take {feature_bytes(config) / 1e3:.1f} KB a token, in {c.features}"
     free = shutil.disk_usage(_existing(folder)).free
@@ -84,7 +86,7 @@ def plan(job: Job, folder: Path, resume: bool = False) -> Plan:
             "steps": f"{c.steps:,} of {c.batch_tokens:,} tokens; blocks grow {' -> '.join(map(str, slots))} slots",
             "compute": f"{block_flops(config, max(slots)) / 1e9:.2f} GFLOP a block of {max(slots)} slots; {c.precision} products",
             "time": _time(job, c, config),
-            "memory": f"about {memory / 1e6:.0f} MB beside the target",
+            "memory": f"about {memory / 1e6:.0f} MB beside the target, {objective / 1e6:.0f} MB of it logits",
             "disk": f"about {disk * 2 / 1e6:.0f} MB in {folder} ({free / 1e9:.0f} GB free){kept}",
             "checkpoints": f"every {c.save_minutes:g} minutes; validation every {c.validate_minutes:g}",
         }

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,52 +20,12 @@ from hspec.training.blocks import BlockBatch, cut_blocks, draw_anchors
 from hspec.training.config import TrainConfig
 from hspec.training.examples import Batch, Example, ExampleStream
 from hspec.training.features import FeatureSource, KeptFeatures
-from hspec.training.loss import BlockLoss
-from hspec.training.objective import LossWeights, SlotStatistics
+from hspec.training.loss import BlockLoss, LossSums
+from hspec.training.trackers import Trackers
+from hspec.training.validation import Meter, Validation
 
 STATE_FILE = "state.pt"
-LOG_FILE = "log.jsonl"
 FEATURES_FILE = "features.bin"
-
-
-@dataclass
-class Meter:
-    """Sums and counts by slot, kept apart so that ratios pool."""
-
-    loss: float = 0.0
-    steps: int = 0
-    blocks: int = 0
-    accepted: Tensor = field(default_factory=lambda: torch.zeros(16))
-    agreed: Tensor = field(default_factory=lambda: torch.zeros(16))
-    counted: Tensor = field(default_factory=lambda: torch.zeros(16))
-
-    def add(self, loss: float, slots: Tensor, stats: SlotStatistics, blocks: int) -> None:
-        self.loss, self.steps, self.blocks = self.loss + loss, self.steps + 1, self.blocks + blocks
-        for total, value in ((self.accepted, stats.acceptance), (self.agreed, stats.agreement), (self.counted, None)):
-            total.index_add_(0, slots.cpu(), torch.ones(len(slots)) if value is None else value.float().cpu())
-
-    def rates(self, which: Tensor) -> list[float]:
-        k = int((self.counted > 0).sum())
-        return (which[:k] / self.counted[:k]).tolist()
-
-    def report(self) -> dict[str, Any]:
-        acceptance, agreement = self.rates(self.accepted), self.rates(self.agreed)
-        return {
-            "loss": self.loss / max(self.steps, 1),
-            "acceptance": [round(a, 4) for a in acceptance],
-            "agreement": [round(a, 4) for a in agreement],
-            "tau_sampling": round(estimated_tau(acceptance), 4),
-            "tau_greedy": round(estimated_tau(agreement), 4),
-        }
-
-
-def estimated_tau(rates: Sequence[float]) -> float:
-    """1 + a_1 + a_1 a_2 + ...: tokens a verification step, from teacher-forced acceptance by slot."""
-    total, reach = 1.0, 1.0
-    for rate in rates:
-        reach *= rate
-        total += reach
-    return total
 
 
 class Trainer:
@@ -94,7 +52,8 @@ class Trainer:
         if config.features != "stream":
             file = folder / FEATURES_FILE if config.features == "disk" else None
             self.features = KeptFeatures(target, drafter.config, self.stream.examples, file)
-        self.held_out = ExampleStream(held_out, config.batch_tokens, 0) if held_out else None
+        self.validation = Validation(held_out, config, self._streamed, self.slots) if held_out else None
+        self.trackers = Trackers(folder, config.trackers, config.model_dump(mode="json"))
         self.step = 0
         self.blocks_seen = 0
         self.seconds = 0.0
@@ -105,15 +64,15 @@ class Trainer:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def train_step(self) -> tuple[float, Tensor, SlotStatistics, int]:
-        """One optimiser step; returns loss, the slot index of every counted slot, their statistics, and blocks."""
+    def train_step(self) -> tuple[LossSums, int]:
+        """One optimiser step; returns what the loss was made of, and how many blocks."""
         stage = self.config.stage(self.step)
         blocks = self._blocks(self.stream.batch(self.step), stage.slots, stage.density, self.step, self.features)
         for group in self.optimiser.param_groups:
             group["lr"] = self._learning_rate() * group["factor"]
-        loss, slots, stats = self.loss(blocks, self._weights(), self.step / self.config.steps)
+        sums = self.loss(blocks, self.config.weights(self.step), self.step / self.config.steps)
         self.optimiser.zero_grad(set_to_none=True)
-        loss.backward()
+        sums.mean.backward()
         norm = nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.clip)
         if not math.isfinite(float(norm)):
             raise HSpecError(
@@ -125,17 +84,12 @@ class Trainer:
         self._average()
         count = int(blocks.weight[..., 0].sum())
         self.blocks_seen += count
-        return float(loss.detach()), slots, stats, count
+        return sums, count
 
     def _blocks(self, batch: Batch, slots: int, density: float, key: int, source: FeatureSource) -> BlockBatch:
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + key)
         anchors = draw_anchors(batch, density, generator)
         return cut_blocks(source(batch), batch, anchors, slots)
-
-    def _weights(self) -> LossWeights:
-        share = self.config.kl_share(self.step)
-        rest = 1 - self.config.ce
-        return LossWeights(ce=self.config.ce, kl=rest * share, tv=rest * (1 - share))
 
     def _learning_rate(self) -> float:
         c = self.config
@@ -189,24 +143,20 @@ class Trainer:
         if self.step == self.config.steps:
             self._check(report)
         self.save()
+        self.trackers.close()
 
     def _check(self, report: Callable[[dict[str, Any]], None]) -> None:
-        if self.held_out is not None:
+        if self.validation is not None:
             report(self.validate())
 
-    @torch.no_grad()
-    def validate(self, max_batches: int = 16) -> dict[str, Any]:
+    def validate(self) -> dict[str, Any]:
         """Statistics of the averaged weights on held-out documents, at the drafter's full block; anchors are always the same."""
-        if self.held_out is None:
+        if self.validation is None:
             return {}
         own = {name: p.detach().clone() for name, p in self.drafter.named_parameters()}
-        meter = Meter()
         try:
             self._load(self.ema)
-            for index in range(min(max_batches, self.held_out.batches_per_epoch)):
-                blocks = self._blocks(self.held_out.batch(index), self.slots, 0.25, index, self._streamed)
-                loss, slots, stats = self.loss(blocks, LossWeights(self.config.ce, 0.0, 1 - self.config.ce), 1.0)
-                meter.add(float(loss), slots, stats, 0)
+            meter = self.validation(self.loss)
         finally:
             self._load(own)
         return self._log("held-out", meter, 0.0)
@@ -222,14 +172,7 @@ class Trainer:
             "seconds": round(self.seconds, 1), "blocks_per_second": round(rate, 1),
             "slots": self.config.stage(min(self.step, self.config.steps - 1)).slots, **meter.report(),
         }  # fmt: skip
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / LOG_FILE).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-        except OSError as error:
-            raise HSpecError(
-                f"cannot write {self.folder / LOG_FILE}: {reason(error)}. The last saved state is whole: free some space and --resume"
-            ) from error
+        self.trackers.log(record)
         return record
 
     # -- state ---------------------------------------------------------------------------------------------------
