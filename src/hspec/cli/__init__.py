@@ -9,12 +9,12 @@ import warnings
 
 import typer
 
-from hspec.cli import costs, decode, drafters, evaluate, kv, training
+from hspec.cli import costs, decode, drafters, evaluate, kv, study, training
 from hspec.cli.app import app
 from hspec.errors import HSpecError
 from hspec.files import reason
 
-COMMANDS = (decode, drafters, training, evaluate, costs, kv)
+COMMANDS = (decode, drafters, training, evaluate, study, costs, kv)
 """Importing a file registers its commands; help lists them in this order."""
 
 

@@ -33,14 +33,7 @@ def build(job: Job, folder: Path, resume: bool, say: Say, device: str = "cpu") -
         HSpecError: data, answers or state cannot be used.
     """
     check_run(folder, resume)
-    half = job.train.precision == "bf16"
-    if half and not has_bf16_products(torch.device(device)):
-        raise UsageError("precision bf16 needs hardware with bf16 products (AVX512-BF16, AMX or a recent GPU): use fp32")
-    target = load_target(job.target, device, linears="bf16" if half else "packed")
-    if not target.tokenizer.chat_template:
-        raise UsageError(
-            f"{target.name} has no chat template, so there is no telling its turns apart: train on an instruction-tuned model"
-        )
+    target = training_target(job, device)
     data = prepare_data(job, target, say)
     answers = sum(e.supervised_count for e in data.train)
     say(f"{len(data.train):,} documents, {answers:,} tokens of answers; {len(data.held_out)} held out")
@@ -48,7 +41,7 @@ def build(job: Job, folder: Path, resume: bool, say: Say, device: str = "cpu") -
         raise HSpecError("there is nothing to train on: every prompt is held out, or too long for the target's context")
     if not data.held_out:
         say("no document is held out (3 % of the prompts are, by hash): there will be no validation")
-    drafter = load_checkpoint(folder, target).requires_grad_(True) if resume else _new_drafter(job, target, data)
+    drafter = load_checkpoint(folder, target).requires_grad_(True) if resume else new_drafter(job, target, data)
     trainer = Trainer(job.train, target, drafter, data.train, data.held_out, folder)
     if resume:
         trainer.resume()
@@ -57,7 +50,25 @@ def build(job: Job, folder: Path, resume: bool, say: Say, device: str = "cpu") -
     return trainer
 
 
-def _new_drafter(job: Job, target: Target, data: Data) -> Drafter:
+def training_target(job: Job, device: str = "cpu") -> Target:
+    """The frozen target as training runs it.
+
+    Raises:
+        UsageError: no such target, one without a chat template, or hardware without the products that the job asks for.
+    """
+    half = job.train.precision == "bf16"
+    if half and not has_bf16_products(torch.device(device)):
+        raise UsageError("precision bf16 needs hardware with bf16 products (AVX512-BF16, AMX or a recent GPU): use fp32")
+    target = load_target(job.target, device, linears="bf16" if half else "packed")
+    if not target.tokenizer.chat_template:
+        raise UsageError(
+            f"{target.name} has no chat template, so there is no telling its turns apart: train on an instruction-tuned model"
+        )
+    return target
+
+
+def new_drafter(job: Job, target: Target, data: Data) -> Drafter:
+    """A drafter to be trained: of the job's method from its target's layers, or the one that the job begins from."""
     if job.init_from is not None:
         drafter = load_checkpoint(drafter_folder(job.init_from, target.name), target)
         slots = max(drafter.config.max_draft, job.train.slots or 0)

@@ -1,0 +1,253 @@
+"""Training drafters alike and measuring them beside each other: one target, one recipe, several methods and seeds.
+
+Every drafter sees the same documents, the same anchors and as many blocks as the others with its seed; what differs is the method.
+The work is done in pieces, a training each and then the measurement, so that it can run over many evenings: what is finished stays,
+what was begun goes on from its last checkpoint. The first seed of all methods comes before the second of any.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from pydantic import Field, NonNegativeFloat, PositiveInt, ValidationError, model_validator
+
+from hspec.api import load_drafter
+from hspec.decoding.params import SamplingParams
+from hspec.drafters.config import Strict
+from hspec.drafters.methods import METHODS
+from hspec.drafters.parameters import parameters_by_part
+from hspec.errors import HSpecError, UsageError
+from hspec.evaluation.harness import AR, Contender, evaluate
+from hspec.evaluation.records import Record
+from hspec.evaluation.report import write_report
+from hspec.evaluation.setup import machine, settings_of, write_summary
+from hspec.evaluation.tasks.catalogue import load_tasks
+from hspec.files import reason, write_text
+from hspec.targets.sources import load_target
+from hspec.targets.target import Target
+from hspec.training.build import new_drafter, training_target
+from hspec.training.data import Data, Say, prepare_data
+from hspec.training.job import Job
+from hspec.training.shape import explain
+from hspec.training.trackers import LOG_FILE
+from hspec.training.trainer import STATE_FILE, Trainer
+
+STUDY_FILE, RESULT_FILE = "study.yaml", "study.json"
+EVALUATION = "evaluation"
+
+
+class Entry(Strict):
+    """A method, and the seeds that it is trained with."""
+
+    method: str
+    seeds: tuple[int, ...] = Field((0,), min_length=1)
+
+    @model_validator(mode="after")
+    def _known(self) -> Entry:
+        trained = [name for name, method in METHODS.items() if method.derive is not None]
+        if self.method not in trained:
+            raise ValueError(f"no method {self.method!r} that is trained; there are {', '.join(trained)}")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"{self.method}: a seed is there twice: {list(self.seeds)}")
+        return self
+
+
+class Measurement(Strict):
+    """What the trained drafters answer; as ``hspec eval`` has it."""
+
+    tasks: tuple[str, ...] = ("families",)
+    data: str | None = None
+    limit: PositiveInt | None = None
+    temperatures: tuple[NonNegativeFloat, ...] = Field((0.0, 1.0), min_length=1)
+    k: tuple[PositiveInt, ...] = ()
+    """Empty: the longest block that is trained."""
+    max_tokens: PositiveInt = 128
+    seed: int = 0
+
+
+class Study(Strict):
+    """Everything that decides a study. ``job`` is as for ``hspec train``; its method and seed are those of the entries."""
+
+    job: Job = Job()
+    entries: tuple[Entry, ...] = Field(min_length=1)
+    measure: Measurement = Measurement()
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Study:
+        names = [entry.method for entry in self.entries]
+        if len(set(names)) < len(names):
+            raise ValueError(f"a method is there twice: {', '.join(names)}")
+        if self.job.init_from is not None:
+            raise ValueError("job.init_from: a study trains every drafter from its target's layers")
+        return self
+
+    def pieces(self) -> list[Piece]:
+        """Trainings in their order: first seeds first."""
+        longest = max(len(entry.seeds) for entry in self.entries)
+        return [Piece(e.method, e.seeds[i]) for i in range(longest) for e in self.entries if i < len(e.seeds)]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One training."""
+
+    method: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}-{self.seed}"
+
+    def folder(self, study: Path) -> Path:
+        return study / "drafters" / self.name
+
+
+def read_study(path: Path | None) -> Study:
+    """A study from a YAML file, or the one that ships: the paper's comparison at a laptop's size.
+
+    Raises:
+        UsageError: not there, not YAML, or a key that is unknown or wrong.
+    """
+    source = files("hspec") / "assets" / "study.yaml" if path is None else path
+    try:
+        return Study.model_validate(yaml.safe_load(source.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise UsageError(f"cannot read the study in {path}: {reason(error)}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    except ValidationError as error:
+        raise UsageError(f"{path}: {explain(error)}") from error
+
+
+def claim(study: Study, folder: Path) -> None:
+    """Note in a folder which study is done there.
+
+    Raises:
+        UsageError: it is another one.
+    """
+    path = folder / STUDY_FILE
+    own = yaml.safe_dump(json.loads(study.model_dump_json()), sort_keys=False)
+    if path.exists() and read_study(path) != study:
+        raise UsageError(f"{folder} holds another study (see {path}): go on with that one, or choose another --out")
+    write_text(path, own)
+
+
+def run_study(
+    study: Study,
+    folder: Path,
+    say: Say,
+    report: Callable[[Piece, dict[str, Any]], None] = lambda *_: None,
+    on_answer: Callable[[int, int, Record], None] = lambda *_: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Any] | None:
+    """Train what is not trained yet, then measure; None if it was stopped before the end.
+
+    Args:
+        report: gets the log records of the trainings.
+
+    Raises:
+        UsageError: the folder holds another study.
+        HSpecError: data, checkpoints or answers cannot be read or written.
+    """
+    claim(study, folder)
+    pending = [piece for piece in study.pieces() if not is_done(piece.folder(folder))]
+    if pending:
+        target = training_target(study.job)
+        data = prepare_data(study.job, target, say)
+        for piece in pending:
+            say(f"training {piece.name} ({study.pieces().index(piece) + 1} of {len(study.pieces())})")
+            _train(study, piece, folder, target, data, report, stop)
+            if stop():
+                return None
+        del target, data
+    return _measure(study, folder, on_answer)
+
+
+def is_done(folder: Path) -> bool:
+    """Whether a training has come to its end; told by its log."""
+    try:
+        last = json.loads((folder / LOG_FILE).read_text(encoding="utf-8").splitlines()[-1])
+        return last["step"] == last["steps"] and last["kind"] == "held-out"
+    except (OSError, ValueError, IndexError, KeyError):
+        return False
+
+
+def _train(
+    study: Study, piece: Piece, folder: Path, target: Target, data: Data, report: Callable[[Piece, dict[str, Any]], None],
+    stop: Callable[[], bool],
+) -> None:  # fmt: skip
+    own = piece.folder(folder)
+    train = study.job.train.model_copy(update={"seed": piece.seed})
+    job = study.job.model_copy(update={"method": piece.method, "train": train})
+    begun = (own / STATE_FILE).exists()
+    trainer = Trainer(train, target, new_drafter(job, target, data), data.train, data.held_out, own)
+    if begun:
+        trainer.resume()
+    trainer.run(lambda record: report(piece, record), stop)
+
+
+def _measure(study: Study, folder: Path, on_answer: Callable[[int, int, Record], None]) -> dict[str, Any]:
+    m = study.measure
+    target = load_target(study.job.target)
+    contenders = [Contender(AR)]
+    drafters = {piece: load_drafter(piece.folder(folder), target) for piece in study.pieces()}
+    for piece, drafter in drafters.items():
+        for k in m.k or (drafter.max_draft,):
+            name = piece.name if len(m.k) < 2 else f"{piece.name} k={k}"
+            contenders.append(Contender(name, drafter, k, piece.method, piece.seed))
+    data = None if m.data is None else Path(m.data).expanduser()
+    tasks = load_tasks(m.tasks, data, m.limit, m.seed, count_tokens=lambda text: len(target.tokenizer(text).input_ids))
+    settings = settings_of([SamplingParams(temperature=t, max_tokens=m.max_tokens, seed=m.seed) for t in m.temperatures])
+    place = folder / EVALUATION
+    evaluate(target, contenders, tasks, settings, place, on_answer)
+    summary = write_summary(place, m.seed, measured_on=machine(target.device.type))
+    result = {"trainings": trainings(study, folder, drafters), "evaluation": summary}
+    write_text(folder / RESULT_FILE, json.dumps(result, indent=2) + "\n")
+    write_report(place, folder / "report.html", training=[piece.folder(folder) for piece in study.pieces()])
+    return result
+
+
+def trainings(study: Study, folder: Path, drafters: dict[Piece, Any]) -> dict[str, Any]:
+    """What each training took and came to, and what the methods had come to after the time that the quickest one took.
+
+    Raises:
+        HSpecError: a log cannot be read.
+    """
+    found = {piece: _held_out(piece.folder(folder)) for piece in study.pieces()}
+    shortest = min(own[-1]["seconds"] for own in found.values())
+    rows = {}
+    for piece, own in found.items():
+        last = own[-1]
+        rows[piece.name] = {
+            **asdict(piece),
+            "parameters": sum(parameters_by_part(drafters[piece].config).values()),
+            "blocks": last["blocks"],
+            "seconds": last["seconds"],
+            "blocks_per_second": last["blocks"] / max(last["seconds"], 1e-9),
+            "held_out_loss": last["loss"],
+            "estimated_tau": last["tau_sampling"],
+            "estimated_tau_at_equal_time": _at_time(own, shortest),
+        }
+    return {"equal_time_seconds": shortest, "runs": rows}
+
+
+def _held_out(folder: Path) -> list[dict[str, Any]]:
+    path = folder / LOG_FILE
+    try:
+        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise HSpecError(f"cannot read {path}: {error}") from error
+    return [record for record in records if record["kind"] == "held-out"]
+
+
+def _at_time(records: Sequence[dict[str, Any]], seconds: float) -> float:
+    """Linear between the validations before and after; before the first one, from 1, a drafter that is never right."""
+    times = [0.0, *(r["seconds"] for r in records)]
+    return float(np.interp(seconds, times, [1.0, *(r["tau_sampling"] for r in records)]))

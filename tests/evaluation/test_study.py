@@ -1,0 +1,88 @@
+"""A tiny study end to end: trained piece by piece, stopped and gone on with, measured once all is there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hspec.errors import UsageError
+from hspec.evaluation.study import Piece, Study, _at_time, is_done, read_study, run_study
+from tests.saved import save_target, write_exchanges
+
+SETTINGS: dict[str, Any] = {
+    "job": {
+        "preset": "{place}/shape.yaml", "own_answers": False,
+        "train": {"steps": 3, "batch_tokens": 200, "growth": [{"start": 0, "slots": 3, "density": 0.5}], "warmup_steps": 1},
+    },
+    "entries": [{"method": "hspec", "seeds": [0, 1]}, {"method": "dflash"}],
+    "measure": {"tasks": ["qa"], "limit": 2, "temperatures": [0.0], "max_tokens": 8},
+}  # fmt: skip
+
+
+@pytest.fixture
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Study:
+    monkeypatch.setenv("HSPEC_CACHE", str(tmp_path / "cache"))
+    save_target(tmp_path / "target")
+    write_exchanges(tmp_path / "talk.jsonl", 120)
+    (tmp_path / "shape.yaml").write_text("draft_vocab_size: 100\n")
+    job = SETTINGS["job"] | {
+        "target": str(tmp_path / "target"), "data": [str(tmp_path / "talk.jsonl")], "preset": str(tmp_path / "shape.yaml")
+    }  # fmt: skip
+    return Study.model_validate(SETTINGS | {"job": job})
+
+
+def test_a_study(study: Study, tmp_path: Path) -> None:
+    out = tmp_path / "study"
+    seen: list[str] = []
+    stopped = run_study(
+        study, out, lambda _: None, lambda piece, record: seen.append(piece.name), stop=lambda: "dflash-0" in seen
+    )
+    assert stopped is None and not (out / "evaluation").exists()
+    assert [is_done(piece.folder(out)) for piece in study.pieces()] == [True, True, False]
+    before = (out / "drafters" / "hspec-0" / "drafter.safetensors").read_bytes()
+    result = run_study(study, out, lambda _: None)
+    assert result is not None
+    assert (out / "drafters" / "hspec-0" / "drafter.safetensors").read_bytes() == before, "what is done stays"
+    runs = result["trainings"]["runs"]
+    assert list(runs) == ["hspec-0", "dflash-0", "hspec-1"]
+    assert runs["hspec-0"]["blocks"] == runs["dflash-0"]["blocks"] > 0, "the same blocks"
+    assert runs["hspec-0"]["method"] == "hspec" and runs["hspec-1"]["seed"] == 1
+    assert all(1 <= r["estimated_tau_at_equal_time"] <= r["estimated_tau"] + 1e-9 for r in runs.values())
+    found = result["evaluation"]["settings"]["greedy"]
+    assert list(found["entrants"]) == ["ar", "hspec (k 3, 2 seeds)", "dflash-0"]
+    assert json.loads((out / "study.json").read_text()) == result
+    assert "estimated tau in training" in (out / "report.html").read_text(encoding="utf-8")
+    assert run_study(study, out, lambda _: pytest.fail("nothing is left to train")) is not None
+    with pytest.raises(UsageError, match="holds another study"):
+        run_study(study.model_copy(update={"entries": study.entries[:1]}), out, lambda _: None)
+
+
+def test_pieces_come_by_seed(study: Study) -> None:
+    assert study.pieces() == [Piece("hspec", 0), Piece("dflash", 0), Piece("hspec", 1)]
+
+
+def test_equal_time() -> None:
+    records = [{"seconds": 10.0, "tau_sampling": 1.5}, {"seconds": 20.0, "tau_sampling": 1.7}]
+    assert [_at_time(records, t) for t in (0, 5, 10, 15, 20, 99)] == pytest.approx([1.0, 1.25, 1.5, 1.6, 1.7, 1.7])
+
+
+def test_what_ships_and_what_is_wrong(tmp_path: Path) -> None:
+    shipped = read_study(None)
+    seeds = {entry.method: len(entry.seeds) for entry in shipped.entries}
+    assert all(seeds[m] == 3 for m in ("hspec", "dspark", "dflash", "dflash-kv", "attention-only"))
+    for change, said in [
+        ({"entries": [{"method": "ar"}]}, "no method 'ar' that is trained"),
+        ({"entries": []}, "entries"),
+        ({"entries": [{"method": "hspec", "seeds": [1, 1]}]}, "a seed is there twice"),
+        ({"entries": [{"method": "hspec"}, {"method": "hspec"}]}, "a method is there twice"),
+        ({"job": {"init_from": "x"}, "entries": [{"method": "hspec"}]}, "job.init_from"),
+        ({"entries": [{"method": "hspec"}], "mesure": {}}, "mesure"),
+    ]:
+        path = tmp_path / "study.yaml"
+        path.write_text(yaml.safe_dump(change))
+        with pytest.raises(UsageError, match=said):
+            read_study(path)
+    with pytest.raises(UsageError, match="cannot read the study"):
+        read_study(tmp_path / "gone.yaml")
