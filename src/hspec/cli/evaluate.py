@@ -44,7 +44,9 @@ def evaluate_(
     min_p: MinP = 0.0,
     k: Annotated[str | None, typer.Option("-k", help="Drafted tokens a step, several separated by commas.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each task.")] = None,
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompts of long tasks, separated by commas.")] = "1024",
+    lengths: Annotated[
+        str, typer.Option(help="Tokens of the prompts of long tasks, separated by commas; max: up to the target's limit.")
+    ] = "1024",
     seed: Annotated[int, typer.Option(help="Of the choice of prompts, of sampling and of the bootstrap.")] = 0,
     max_tokens: MaxTokens = 256,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave bad lines of task files out.")] = False,
@@ -62,7 +64,7 @@ def evaluate_(
     hspec eval -d mine=run-1 -d other=run-2 --temperature 0 --temperature 1 --tasks math,code,chat --out both
     """
     from hspec.evaluation.harness import evaluate
-    from hspec.evaluation.setup import contenders_of, machine, settings_of, write_summary
+    from hspec.evaluation.setup import contenders_of, longest_prompt, machine, settings_of, write_summary
     from hspec.evaluation.tasks.catalogue import load_tasks
 
     names = [name for name in (part.strip() for part in tasks.split(",")) if name]
@@ -73,8 +75,9 @@ def evaluate_(
     loaded, _ = load(target, None, True, device, dtype, threads)
     chosen = contenders_of(loaded, drafter or [], ks)
     drawn = load_tasks(
-        names, data, limit, seed, skip_bad, lambda text: len(loaded.tokenizer(text).input_ids), numbers("--lengths", lengths)
-    )
+        names, data, limit, seed, skip_bad, lambda text: len(loaded.tokenizer(text).input_ids),
+        None if lengths == "max" else numbers("--lengths", lengths), longest_prompt(loaded, max_tokens),
+    )  # fmt: skip
     settings = settings_of(
         [
             sampling_params(

@@ -56,6 +56,15 @@ def contenders_of(target: Target, drafters: Sequence[str], ks: Sequence[int] | N
     return found
 
 
+TEMPLATE_TOKENS = 64
+"""What a chat template and its system message add to a turn, at most."""
+
+
+def longest_prompt(target: Target, max_tokens: int) -> int:
+    """Tokens that a prompt may have, so that an answer of ``max_tokens`` still fits into the target's context."""
+    return target.max_positions - max_tokens - TEMPLATE_TOKENS
+
+
 def settings_of(params: Sequence[SamplingParams]) -> list[Setting]:
     """Named by what sets them apart: ``greedy``, ``T=1``, ``T=0.8 top_p=0.9``."""
     return list({s.name: s for s in (Setting(_name(p), p) for p in params)}.values())

@@ -27,7 +27,7 @@ from hspec.errors import HSpecError, UsageError
 from hspec.evaluation.harness import AR, Contender, evaluate
 from hspec.evaluation.records import Record
 from hspec.evaluation.report import write_report
-from hspec.evaluation.setup import machine, settings_of, write_summary
+from hspec.evaluation.setup import longest_prompt, machine, settings_of, write_summary
 from hspec.evaluation.tasks.catalogue import load_tasks
 from hspec.files import reason, write_text
 from hspec.targets.sources import load_target
@@ -203,7 +203,10 @@ def _measure(study: Study, folder: Path, on_answer: Callable[[int, int, Record],
             name = piece.name if len(m.k) < 2 else f"{piece.name} k={k}"
             contenders.append(Contender(name, drafter, k, piece.method, piece.seed))
     data = None if m.data is None else Path(m.data).expanduser()
-    tasks = load_tasks(m.tasks, data, m.limit, m.seed, count_tokens=lambda text: len(target.tokenizer(text).input_ids))
+    tasks = load_tasks(
+        m.tasks, data, m.limit, m.seed, count_tokens=lambda text: len(target.tokenizer(text).input_ids),
+        longest=longest_prompt(target, m.max_tokens),
+    )  # fmt: skip
     settings = settings_of([SamplingParams(temperature=t, max_tokens=m.max_tokens, seed=m.seed) for t in m.temperatures])
     place = folder / EVALUATION
     evaluate(target, contenders, tasks, settings, place, on_answer)

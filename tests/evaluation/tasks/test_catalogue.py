@@ -1,18 +1,17 @@
 """Tasks by name: those that ship, a folder's, a file's; and which prompts a limit leaves."""
 
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hspec.errors import UsageError
-from hspec.evaluation.tasks.catalogue import DEEPSPEC, FAMILIES, built_in, load_tasks, tasks_in
-from hspec.evaluation.tasks.task import as_openai, takes_tools, tools_as_text
-from hspec.targets.template import ChatTemplate
-from hspec.training.prompts import normalised
-from tests.tiny import tiny_tokenizer
+from hspec.evaluation.tasks.built_in import built_in
+from hspec.evaluation.tasks.catalogue import chosen, load_tasks
+from hspec.evaluation.tasks.families import DEEPSPEC, FAMILIES
+from hspec.evaluation.tasks.task import Task, TaskPrompt
 
 
 def folder_of(path: Path, **tasks: int) -> Path:
@@ -23,26 +22,33 @@ def folder_of(path: Path, **tasks: int) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_what_ships(name: str) -> None:
-    task = built_in(name)
-    assert len(task.prompts) >= 12 and task.name == name
-    assert all(bool(p.tools) == (name == "tool_calling") for p in task.prompts)
-    assert all(len(p.turns) == (2 if name == "chat" else 1) for p in task.prompts)
-    firsts = {normalised(p.turns[0]) for family in FAMILIES for p in built_in(family).prompts}
-    assert len(firsts) == sum(len(built_in(family).prompts) for family in FAMILIES), "no prompt is there twice"
+def words(text: str) -> int:
+    return len(text.split())
 
 
-def test_a_limit_is_the_beginning_of_a_larger_one() -> None:
-    ids = {n: [[p.id for p in t.prompts] for t in load_tasks(["math", "qa"], limit=n)] for n in (3, 7)}
-    assert all(small == large[:3] for small, large in zip(ids[3], ids[7], strict=True))
-    assert [[p.id for p in t.prompts] for t in load_tasks(["math"], limit=3)] == ids[3][:1], "company changes nothing"
-    assert [[p.id for p in t.prompts] for t in load_tasks(["math"], limit=3, seed=1)] != ids[3][:1]
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), st.integers(0, 9), st.integers(0, 30))
+def test_a_limit_is_the_beginning_of_a_larger_one(count: int, small: int, large: int, seed: int, longest: int) -> None:
+    small, large = min(small, large), max(small, large)
+    task = Task("mine", tuple(TaskPrompt(str(i), ("word " * i,)) for i in range(count)))
+    few = chosen(task, small, seed, words, longest).prompts
+    assert (
+        few
+        == chosen(task, large, seed, words, longest).prompts[:small]
+        == chosen(task, None, seed, words, longest).prompts[:small]
+    )
+    assert len(few) == min(small, count, longest + 1) and all(int(p.id) <= longest for p in few)
+    moved = Task("mine", task.prompts[::-1])
+    assert chosen(moved, small, seed, words, longest).prompts == few, "the order in the file does not matter"
+
+
+def test_the_seed_chooses() -> None:
+    ids = [[p.id for p in t.prompts] for t in load_tasks(["math", "qa"], limit=3)]
+    assert [[p.id for p in t.prompts] for t in load_tasks(["math"], limit=3)] == ids[:1], "company changes nothing"
+    assert [[p.id for p in t.prompts] for t in load_tasks(["math"], limit=3, seed=1)] != ids[:1]
 
 
 def test_groups_and_a_folder(tmp_path: Path) -> None:
     data = folder_of(tmp_path, **{"spec/math": 5, "deep/gsm8k": 3, "mine": 2})
-    assert set(tasks_in(data)) == {"gsm8k", "math", "mine"}
     tasks = load_tasks(["families", "deepspec", "mine", "math"], data)
     assert [t.name for t in tasks] == [*FAMILIES, "gsm8k", "mine"], "each once, and of DeepSpec's those that are there"
     sizes = {t.name: len(t.prompts) for t in tasks}
@@ -52,46 +58,61 @@ def test_groups_and_a_folder(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"no task 'maths': there are math, qa, .*long-qa.*; in .*: mine"):
+    with pytest.raises(
+        UsageError, match=r"no task 'maths': there are math, qa, .*long-qa.*humaneval.*groups families.*; in .*: mine"
+    ):
         load_tasks(["maths"], folder_of(tmp_path / "data", mine=1))
-    with pytest.raises(UsageError, match="do not ship: name the folder"):
+    with pytest.raises(UsageError, match=r"do not ship: name the folder .*without one there are humaneval, mt-bench, alpaca"):
         load_tasks(["deepspec"])
+    with pytest.raises(UsageError, match=r"'gsm8k' of DeepSpec comes in no package: name the folder that has gsm8k\.jsonl"):
+        load_tasks(["gsm8k"])
     with pytest.raises(UsageError, match="no task is asked for"):
         load_tasks([])
+    with pytest.raises(UsageError, match="0 prompts a task: give 1 at least"):
+        load_tasks(["qa"], limit=0)
+    with pytest.raises(UsageError, match="is a folder: give it with --data"):
+        load_tasks([str(tmp_path)])
     with pytest.raises(UsageError, match="not a folder"):
         load_tasks(["math"], tmp_path / "gone")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=r"no \.jsonl file in it"):
         load_tasks(["math"], tmp_path / "empty")
+
+
+def test_one_name_for_two(tmp_path: Path) -> None:
+    data = folder_of(tmp_path, **{"a/math": 1, "b/math": 1})
     with pytest.raises(UsageError, match="two tasks are called 'math'"):
-        load_tasks(["math"], folder_of(tmp_path / "twice", **{"a/math": 1, "b/math": 1}))
+        load_tasks(["math"], data)
+    with pytest.raises(UsageError, match=r"two tasks are called 'math': built in and .*a/math\.jsonl; rename a file"):
+        load_tasks(["math", str(data / "a" / "math.jsonl")])
 
 
-def test_a_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"id": 7, "turns": ["A?", "B?"]}, {"prompt": "C?"}, {"instruction": "D?", "id": "d"}]
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda name, split: rows))
-    task = load_tasks(["someone/some-set"])[0]
-    assert task.name == "some-set"
-    assert {(p.id, p.turns) for p in task.prompts} == {("7", ("A?", "B?")), ("1", ("C?",)), ("d", ("D?",))}
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda name, split: [{"text": "x"}]))
-    with pytest.raises(UsageError, match="row 0 of the dataset has none of"):
-        load_tasks(["someone/some-set"])
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UsageError, match="needs the package datasets"):
-        load_tasks(["someone/some-set"])
+def test_bad_lines_only_if_told(tmp_path: Path) -> None:
+    (folder_of(tmp_path, mine=2) / "mine.jsonl").open("a").write("nonsense\n")
+    with pytest.raises(UsageError, match=r"1 bad line \(line 3: not JSON"):
+        load_tasks(["mine"], tmp_path)
+    (task,) = load_tasks(["mine"], tmp_path, skip_bad=True)
+    assert len(task.prompts) == 2 and task.bad_lines[0].startswith("line 3: not JSON")
 
 
-def test_tools_go_into_the_system_message_or_the_template() -> None:
-    prompt = built_in("tool_calling").prompts[0]
-    plain = ChatTemplate(tiny_tokenizer())
-    assert not takes_tools(plain)
-    opening = built_in("tool_calling").opening(prompt, plain)
-    assert opening == [{"role": "system", "content": tools_as_text(prompt.tools)}]
-    assert all(tool["name"] in opening[0]["content"] for tool in prompt.tools)
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% for t in tools or [] %}{{ t['function']['name'] }} {% endfor %}" + tokenizer.chat_template
-    able = ChatTemplate(tokenizer)
-    assert takes_tools(able) and built_in("tool_calling").opening(prompt, able) == []
-    text = able.text([{"role": "user", "content": "Hello"}], tools=as_openai(prompt.tools))
-    assert text.startswith(f"{prompt.tools[0]['name']} ")
-    assert built_in("qa").opening(built_in("qa").prompts[0], plain) == []
+def test_long_tasks_by_length() -> None:
+    tasks = load_tasks(["long"], limit=2, count_tokens=words, lengths=(512, 700))
+    assert [t.name for t in tasks] == ["long-cite-512", "long-cite-700", "long-qa-512", "long-qa-700"]
+    assert all(len(t.prompts) == 2 for t in tasks)
+    upwards = load_tasks(["long-qa"], limit=1, count_tokens=words, lengths=None, longest=2500)
+    assert [t.name for t in upwards] == ["long-qa-1024", "long-qa-2048", "long-qa-2500"]
+    with pytest.raises(UsageError, match="prompts of 4,096 tokens are asked for, but there is room for 2,500"):
+        load_tasks(["long-qa"], count_tokens=words, lengths=[4096], longest=2500)
+    with pytest.raises(UsageError, match="give its lengths, or the longest"):
+        load_tasks(["long-qa"], count_tokens=words, lengths=None)
+    with pytest.raises(UsageError, match="made to a length in tokens: give count_tokens"):
+        load_tasks(["long-qa"])
+
+
+def test_prompts_that_do_not_fit_are_told() -> None:
+    task = Task("mine", tuple(TaskPrompt(str(i), ("word " * 10 * i,)) for i in range(1, 4)))
+    cut = chosen(task, None, 0, words, 25)
+    assert {p.id for p in cut.prompts} == {"1", "2"} and cut.bad_lines == ("prompts of more than 25 tokens: 3",)
+    assert chosen(task, None, 0, words, 30).bad_lines == ()
+    with pytest.raises(UsageError, match=r"mine: no prompt has room in the target's context \(prompts of more than 5 tokens"):
+        chosen(task, None, 0, words, 5)

@@ -1,29 +1,33 @@
 """Which tasks there are, and choosing prompts of them.
 
 A name is looked for in this order: the folder of ``--data``; ``long-cite`` and ``long-qa``, which are made to a length; the prompts
-that ship; a JSONL file; a hub dataset. The eight families of the paper ship as small sets of prompts of our own; DeepSpec's nine are
-read from ``--data`` or a hub.
+that ship; those in Python packages; a JSONL file; a hub dataset.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.resources import files
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from hspec.errors import UsageError
-from hspec.evaluation.tasks.files import parse_prompt, read_task
-from hspec.evaluation.tasks.long_context import LONG_TASKS, long_task
+from hspec.evaluation.tasks.built_in import built_in
+from hspec.evaluation.tasks.families import DEEPSPEC, FAMILIES
+from hspec.evaluation.tasks.files import read_task, tasks_in
+from hspec.evaluation.tasks.hub import ALIASES, HUB_NAME, hub_task
+from hspec.evaluation.tasks.long_context import DEFAULT_PROMPTS, LONG_TASKS, lengths_up_to, long_task
+from hspec.evaluation.tasks.packages import PACKAGED, packaged_task
 from hspec.evaluation.tasks.task import Task, TaskPrompt
 
-FAMILIES = ("math", "qa", "chat", "rag", "summarization", "translation", "code", "tool_calling")
-"""The paper's eight task families, by Spec-Bench's names."""
-DEEPSPEC = ("gsm8k", "math500", "aime25", "humaneval", "mbpp", "livecodebench", "mt-bench", "alpaca", "arena-hard-v2")
-"""DeepSpec's nine tasks. Its Alpaca is by hub id or file only."""
-GROUPS = {"families": FAMILIES, "deepspec": DEEPSPEC, "long": LONG_TASKS}
+GROUPS = {
+    "families": FAMILIES,
+    "deepspec": DEEPSPEC,
+    "long": LONG_TASKS,
+    "bfcl": tuple(name for name in PACKAGED if name.startswith("bfcl-")),
+    "mmath": tuple(name for name in PACKAGED if name.startswith("mmath-")),
+}
 """Names that stand for several."""
 
 
@@ -34,7 +38,8 @@ def load_tasks(
     seed: int = 0,
     skip_bad: bool = False,
     count_tokens: Callable[[str], int] | None = None,
-    lengths: Sequence[int] = (1024,),
+    lengths: Sequence[int] | None = (1024,),
+    longest: int | None = None,
 ) -> list[Task]:
     """Tasks by name, each with at most ``limit`` prompts.
 
@@ -42,12 +47,17 @@ def load_tasks(
 
     Args:
         data: a folder with JSONL files, or with folders of them; a file's name is its task's.
-        count_tokens: for tasks that are made to a length; ``lengths`` are those lengths, in tokens.
+        skip_bad: leave bad lines of files out; each task tells which (``bad_lines``).
+        count_tokens: how many tokens a text has for the target; needed for the other two.
+        lengths: of the prompts that are made to a length, in tokens; None: 1,024, its doublings, and ``longest``.
+        longest: the most tokens that a prompt may have; longer ones are left out, and the task says so.
 
     Raises:
         UsageError: an unknown task (the known ones are listed), a bad file, or nothing to do.
-        HSpecError: a file cannot be read.
+        HSpecError: a file cannot be read or fetched.
     """
+    if limit is not None and limit < 1:
+        raise UsageError(f"{limit} prompts a task: give 1 at least")
     folder = {} if data is None else tasks_in(data)
     wanted = list(dict.fromkeys(name for given in names for name in _expanded(given, folder)))
     if not wanted:
@@ -55,22 +65,24 @@ def load_tasks(
     tasks: list[Task] = []
     for name in wanted:
         if name in LONG_TASKS and name not in folder:
-            if count_tokens is None:
-                raise AssertionError("a task that is made to a length needs a tokenizer")
-            tasks += [long_task(name, n, count_tokens, limit or 8, seed) for n in lengths]
+            tasks += _made(name, count_tokens, lengths, longest, limit or DEFAULT_PROMPTS, seed)
         else:
-            tasks.append(chosen(_one(name, folder, data, skip_bad), limit, seed))
+            tasks.append(chosen(_one(name, folder, data, skip_bad), limit, seed, count_tokens, longest))
+    _check_names(tasks)
     return tasks
 
 
-def _expanded(name: str, folder: dict[str, Path]) -> Iterable[str]:
-    """A group's names, but for those of its tasks that are nowhere to be had when the group is asked for."""
+def _expanded(name: str, folder: dict[str, Path]) -> Sequence[str]:
+    """A group's names; of DeepSpec's those that the folder has."""
     if name not in GROUPS or name in folder:
         return [name]
     if name == "deepspec":
         there = [n for n in DEEPSPEC if n in folder]
         if not there:
-            raise UsageError("the tasks of DeepSpec do not ship: name the folder that has them as JSONL with --data")
+            raise UsageError(
+                "the tasks of DeepSpec do not ship: name the folder that has them as JSONL with --data; "
+                f"without one there are {', '.join(n for n in DEEPSPEC if n in PACKAGED or n in ALIASES)}"
+            )
         return there
     return GROUPS[name]
 
@@ -80,68 +92,85 @@ def _one(name: str, folder: dict[str, Path], data: Path | None, skip_bad: bool) 
         return read_task(folder[name], name, skip_bad)
     if name in FAMILIES:
         return built_in(name)
+    if name in PACKAGED:
+        return packaged_task(name)
     path = Path(name).expanduser()
     if path.suffix == ".jsonl" or path.is_file():
         return read_task(path, path.stem, skip_bad)
-    if name.count("/") == 1:
-        return _from_hub(name)
+    if path.is_dir():
+        raise UsageError(f"task {name!r} is a folder: give it with --data, and name tasks in it")
+    if name in ALIASES or HUB_NAME.fullmatch(name):
+        return hub_task(ALIASES.get(name, name), name if name in ALIASES else None, skip_bad)
+    raise UsageError(_unknown(name, folder, data))
+
+
+def _unknown(name: str, folder: dict[str, Path], data: Path | None) -> str:
+    if name in DEEPSPEC:
+        return f"task {name!r} of DeepSpec comes in no package: name the folder that has {name}.jsonl with --data"
     where = "" if data is None else f"; in {data}: {', '.join(folder)}"
-    raise UsageError(
-        f"no task {name!r}: there are {', '.join((*FAMILIES, *LONG_TASKS))}, any .jsonl file or hub dataset{where}"
-    )
+    known = ", ".join((*FAMILIES, *LONG_TASKS, *PACKAGED, *ALIASES))
+    return f"no task {name!r}: there are {known}, the groups {', '.join(GROUPS)}, any .jsonl file or hub dataset{where}"
 
 
-def built_in(name: str) -> Task:
-    """One of the eight families, prompts of our own."""
-    return read_task(Path(str(files("hspec"))) / "assets" / "tasks" / f"{name}.jsonl", name, source="built in")
+def _made(
+    name: str,
+    count_tokens: Callable[[str], int] | None,
+    lengths: Sequence[int] | None,
+    longest: int | None,
+    prompts: int,
+    seed: int,
+) -> list[Task]:
+    if count_tokens is None:
+        raise UsageError(f"{name} is made to a length in tokens: give count_tokens, a function that counts them")
+    if lengths is None:
+        if longest is None:
+            raise UsageError(f"{name}: give its lengths, or the longest")
+        lengths = lengths_up_to(longest)
+    for length in lengths:
+        if longest is not None and length > longest:
+            raise UsageError(f"{name}: prompts of {length:,} tokens are asked for, but there is room for {longest:,}")
+    return [long_task(name, length, count_tokens, prompts, seed) for length in dict.fromkeys(lengths)]
 
 
-def tasks_in(data: Path) -> dict[str, Path]:
-    """The task files of a folder and of the folders in it, by name.
+def chosen(
+    task: Task, limit: int | None, seed: int, count_tokens: Callable[[str], int] | None = None, longest: int | None = None
+) -> Task:
+    """At most ``limit`` prompts, in the order of the hash of their ids and the seed; those of more than ``longest`` tokens are
+    left out, which the task says.
 
     Raises:
-        UsageError: no folder, no task in it, or one name twice.
+        UsageError: none is left.
     """
-    if not data.is_dir():
-        raise UsageError(f"--data {data}: not a folder")
-    found: dict[str, Path] = {}
-    for path in sorted([*data.glob("*.jsonl"), *data.glob("*/*.jsonl")]):
-        if path.stem in found:
-            raise UsageError(f"--data {data}: two tasks are called {path.stem!r}: {found[path.stem]} and {path}")
-        found[path.stem] = path
-    if not found:
-        raise UsageError(f"--data {data}: no .jsonl file in it, nor in its folders")
-    return found
-
-
-def chosen(task: Task, limit: int | None, seed: int) -> Task:
-    """At most ``limit`` prompts, in the order of the hash of their ids and the seed."""
 
     def key(prompt: TaskPrompt) -> bytes:
         return hashlib.sha256(f"{seed}/{task.name}/{prompt.id}".encode()).digest()
 
-    return replace(task, prompts=tuple(sorted(task.prompts, key=key)[:limit]))
+    too_long: list[str] = []
+
+    def fits(prompt: TaskPrompt) -> bool:
+        if count_tokens is None or longest is None or count_tokens(prompt.text) <= longest:
+            return True
+        too_long.append(prompt.id)
+        return False
+
+    # Counting stops with the limit: a set of thousands of long prompts need not be counted for the first ten.
+    prompts = tuple(islice(filter(fits, sorted(task.prompts, key=key)), limit))
+    if not too_long:
+        return replace(task, prompts=prompts)
+    said = f"prompts of more than {longest:,} tokens: {', '.join(too_long)}"
+    if not prompts:
+        raise UsageError(f"task {task.name}: no prompt has room in the target's context ({said})")
+    return replace(task, prompts=prompts, bad_lines=(*task.bad_lines, said))
 
 
-def _from_hub(name: str) -> Task:
-    """A hub dataset whose rows are prompts as in a file, or have a ``prompt``, ``question`` or ``instruction``."""
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise UsageError(
-            f"task {name!r} looks like a hub dataset, which needs the package datasets: pip install datasets"
-        ) from error
-    try:
-        rows = load_dataset(name, split="test")
-    except Exception as error:  # the library raises many types
-        raise UsageError(f"no dataset {name!r}: {str(error).strip().splitlines()[0]}") from error
-    return Task(name.rsplit("/", 1)[-1], tuple(_row(i, row) for i, row in enumerate(rows)), name)
+def _check_names(tasks: Sequence[Task]) -> None:
+    """Answers are kept by the task's name.
 
-
-def _row(index: int, row: dict[str, Any]) -> TaskPrompt:
-    if "turns" in row:
-        return parse_prompt({"id": index, **row})
-    text = next((row[key] for key in ("prompt", "question", "instruction") if isinstance(row.get(key), str)), None)
-    if text is None:
-        raise UsageError(f"row {index} of the dataset has none of turns, prompt, question, instruction: {', '.join(row)}")
-    return TaskPrompt(str(row.get("id", index)), (text,))
+    Raises:
+        UsageError: two tasks have one.
+    """
+    seen: dict[str, Task] = {}
+    for task in tasks:
+        if other := seen.get(task.name):
+            raise UsageError(f"two tasks are called {task.name!r}: {other.source} and {task.source}; rename a file")
+        seen[task.name] = task

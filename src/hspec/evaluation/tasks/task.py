@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hspec.errors import HSpecError
+from hspec.evaluation.tasks.families import family_of, suggested_max_tokens
 from hspec.targets.template import ChatTemplate, Message
 
 _TOOLS_INTRODUCTION = (
@@ -18,11 +19,20 @@ _PROBE_MARK = "tool_that_nobody_has"
 
 @dataclass(frozen=True)
 class TaskPrompt:
-    """One prompt: user turns that are asked one after the other, and the tools that may be called."""
+    """One prompt: user turns that are asked one after the other, the tools that may be called, a system prompt if it has one.
+
+    ``tools`` are JSON schemas of functions, bare (``{"name", "description", "parameters"}``) or as OpenAI wraps them.
+    """
 
     id: str
     turns: tuple[str, ...]
     tools: tuple[dict[str, Any], ...] = ()
+    system: str | None = None
+
+    @property
+    def text(self) -> str:
+        """All that a target is given for it, without the chat template's frame: for counting and for comparing."""
+        return "\n".join([*([self.system] if self.system else []), *map(json.dumps, self.tools), *self.turns])
 
 
 @dataclass(frozen=True)
@@ -34,13 +44,25 @@ class Task:
     source: str = "built in"
     """Where they come from, for the report."""
     bad_lines: tuple[str, ...] = field(default=(), compare=False)
-    """What was left out of a file, and why, where that was asked for."""
+    """What was left out, and why, where that was asked for."""
+
+    @property
+    def family(self) -> str:
+        """One of the paper's eight, ``long``, or ``other``."""
+        return family_of(self.name)
+
+    @property
+    def max_tokens(self) -> int:
+        """A suggestion: new tokens that most answers do with."""
+        return suggested_max_tokens(self.family)
 
     def opening(self, prompt: TaskPrompt, template: ChatTemplate) -> list[Message]:
-        """The messages before the first turn: the tools, in words, where the chat template has no place for them."""
-        if not prompt.tools or takes_tools(template):
-            return []
-        return [{"role": "system", "content": tools_as_text(prompt.tools)}]
+        """The messages before the first turn: the system prompt, and the tools in words where the chat template has no place
+        for them."""
+        parts = [prompt.system] if prompt.system else []
+        if prompt.tools and not takes_tools(template):
+            parts.append(tools_as_text(prompt.tools))
+        return [{"role": "system", "content": "\n\n".join(parts)}] if parts else []
 
 
 def takes_tools(template: ChatTemplate) -> bool:
