@@ -69,6 +69,13 @@ def evaluate_(
 
     names = [name for name in (part.strip() for part in tasks.split(",")) if name]
     ks = None if k is None else numbers("-k", k)
+    truncation = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    settings = settings_of(
+        [
+            sampling_params(temperature=t, max_tokens=max_tokens, seed=seed, **(truncation if t else {}))
+            for t in temperature or [0.0]
+        ]
+    )
     load_tasks(
         [n for n in names if not n.startswith("long")] or ["qa"], data, limit, seed, skip_bad
     )  # says at once what is wrong
@@ -78,17 +85,6 @@ def evaluate_(
         names, data, limit, seed, skip_bad, lambda text: len(loaded.tokenizer(text).input_ids),
         None if lengths == "max" else numbers("--lengths", lengths), longest_prompt(loaded, max_tokens),
     )  # fmt: skip
-    settings = settings_of(
-        [
-            sampling_params(
-                temperature=t,
-                max_tokens=max_tokens,
-                seed=seed,
-                **({"top_k": top_k, "top_p": top_p, "min_p": min_p} if t else {}),
-            )
-            for t in (temperature or [0.0])
-        ]
-    )
     for task in drawn:
         for line in task.bad_lines:
             make_console(True).print(f"left out of {task.source}: {line}", style="yellow")
