@@ -75,8 +75,9 @@ class Result:
     counters: Counters
     runs: list[int]
     """Tokens emitted by each verification step."""
-    refused: list[list[int]] = field(default_factory=list)
-    """For each verification step the drafts that did not stand: the rest of a chain, or the alternatives that a tree had."""
+    refused: list[list[int]] = field(default_factory=list, compare=False)
+    """For each verification step the drafts that did not stand: the rest of a chain, or the alternatives that a tree had. Not part of
+    the answer: behind a refused draft, rounding in a batch of another size may draw others."""
 
 
 class Sequence:
