@@ -89,6 +89,17 @@ def test_two_settings_have_ids_of_their_own(folder: Path) -> None:
     assert len(set(ids)) == len(ids) and len([tag for tag, _ in tags.found if tag == "svg"]) == 6
 
 
+def test_an_interrupted_evaluation(folder: Path) -> None:
+    """A kill between two answers of one prompt: that prompt is left out, the rest is shown."""
+    path = folder / "records.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    assert json.loads(lines[-1])["contender"] == "b"
+    path.write_text("".join(lines[:-1]))
+    write_report(folder)
+    summary = json.loads((folder / "summary.json").read_text())["settings"]["greedy"]
+    assert summary["prompts"] == {"math": 20, "code": 9}
+
+
 def test_which_answers_are_shown(folder: Path) -> None:
     page = write_report(folder, texts=2).read_text(encoding="utf-8")
     assert len(re.findall("<summary>math, ", page)) == len(re.findall("<summary>code, ", page)) == 2

@@ -35,6 +35,9 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Study:
 
 def test_a_study(study: Study, tmp_path: Path) -> None:
     out = tmp_path / "study"
+    wrong = study.model_copy(update={"measure": study.measure.model_copy(update={"tasks": ("maths",)})})
+    with pytest.raises(UsageError, match="no task 'maths'"):
+        run_study(wrong, out, lambda _: pytest.fail("found out before anything is trained"))
     seen: list[str] = []
     stopped = run_study(
         study, out, lambda _: None, lambda piece, record: seen.append(piece.name), stop=lambda: "dflash-0" in seen

@@ -65,7 +65,7 @@ def evaluate_(
     """
     from hspec.evaluation.harness import evaluate
     from hspec.evaluation.setup import contenders_of, longest_prompt, machine, settings_of, write_summary
-    from hspec.evaluation.tasks.catalogue import load_tasks
+    from hspec.evaluation.tasks.catalogue import check_tasks, load_tasks
 
     names = [name for name in (part.strip() for part in tasks.split(",")) if name]
     ks = None if k is None else numbers("-k", k)
@@ -76,14 +76,13 @@ def evaluate_(
             for t in temperature or [0.0]
         ]
     )
-    load_tasks(
-        [n for n in names if not n.startswith("long")] or ["qa"], data, limit, seed, skip_bad
-    )  # says at once what is wrong
+    made_to = None if lengths == "max" else numbers("--lengths", lengths)
+    check_tasks(names, data)
     loaded, _ = load(target, None, True, device, dtype, threads)
     chosen = contenders_of(loaded, drafter or [], ks)
     drawn = load_tasks(
         names, data, limit, seed, skip_bad, lambda text: len(loaded.tokenizer(text).input_ids),
-        None if lengths == "max" else numbers("--lengths", lengths), longest_prompt(loaded, max_tokens),
+        made_to, longest_prompt(loaded, max_tokens),
     )  # fmt: skip
     for task in drawn:
         for line in task.bad_lines:

@@ -12,18 +12,20 @@ from hspec.cli.app import app, make_console
 from hspec.cli.options import DEFAULT_TARGET, TargetArgument
 from hspec.errors import UsageError
 
+CONTEXT, RESERVE = 4096, "4GB"
+
 
 @app.command()
 def kv(
     target: TargetArgument = DEFAULT_TARGET,
     method: Annotated[str | None, typer.Option(help="One of 'hspec methods'; by default all.")] = None,
     drafter: Annotated[str | None, typer.Option("--drafter", "-d", help="A drafter's folder or hub id instead.")] = None,
-    kv_dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp8.")] = "bf16",
+    kv_dtype: Annotated[str, typer.Option(help="Of K and V: bf16, fp16, fp32 or fp8.")] = "bf16",
     memory: Annotated[str | None, typer.Option(help="Of a GPU, as in 80GB: plan how many requests fit.")] = None,
     weights: Annotated[str | None, typer.Option(help="Of the target; by default its parameters in bf16.")] = None,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of a request.")] = 4096,
-    tp: Annotated[int, typer.Option(min=1, help="GPUs that share a target (tensor parallel).")] = 1,
-    reserve: Annotated[str, typer.Option(help="Left for activations on each GPU.")] = "4GB",
+    context: Annotated[int | None, typer.Option(min=1, help=f"Tokens of a request; by default {CONTEXT}.")] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="GPUs that share a target (tensor parallel); by default 1.")] = None,
+    reserve: Annotated[str | None, typer.Option(help=f"For activations, of each GPU; by default {RESERVE}.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: one object, or a list of all methods'.")] = False,
 ) -> None:
     """KV bytes a token of a target and of drafters beside it, from configurations alone; and how many requests fit.
@@ -32,43 +34,38 @@ def kv(
     """
     from hspec.api import drafter_folder
     from hspec.drafters.checkpoint import known_config
-    from hspec.drafters.config import DrafterConfig
-    from hspec.evaluation.compare import configurations
-    from hspec.evaluation.kv_budget import drafter_weight_bytes, kv_cost, kv_costs, parse_bytes, plan, weight_bytes
+    from hspec.evaluation.kv_budget import kv_cost, kv_costs
+    from hspec.evaluation.kv_plan import parse_bytes, plan, weight_bytes
 
     if method is not None and drafter is not None:
         raise UsageError("--method and --drafter both name a drafter: leave out one of them")
+    of_plan = {"--weights": weights, "--context": context, "--tp": tp, "--reserve": reserve}
+    given = [name for name, value in of_plan.items() if value is not None]
+    if memory is None and given:
+        raise UsageError(f"{given[0]} is for planning, and nothing is planned: give --memory too, as in 80GB")
     if drafter is not None:
-        config = known_config(drafter_folder(drafter, target))
-        costs, configs = [kv_cost(target, config, kv_dtype)], dict[str, DrafterConfig | None]({config.method: config})
+        costs = [kv_cost(target, known_config(drafter_folder(drafter, target)), kv_dtype)]
+    elif method is not None:
+        costs = [*kv_costs(target, kv_dtype, [method]).values()]
     else:
-        of_all = kv_costs(target, kv_dtype)
-        if method is not None and method not in of_all:
-            raise UsageError(f"--method {method}: there is no such method; there are {', '.join(of_all)}")
-        costs, configs = [c for name, c in of_all.items() if method in (None, name)], configurations(target)
+        costs = [*kv_costs(target, kv_dtype).values()]
     rows = [cost.as_dict() for cost in costs]
     if memory is not None:
+        each, kept = parse_bytes("--memory", memory), parse_bytes("--reserve", reserve or RESERVE)
         own = weight_bytes(target) if weights is None else parse_bytes("--weights", weights)
-        each, kept = parse_bytes("--memory", memory), parse_bytes("--reserve", reserve)
         for cost, row in zip(costs, rows, strict=True):
-            row["plan"] = plan(cost, each, own, drafter_weight_bytes(configs[cost.method]), context, tp, kept).as_dict()
+            row["plan"] = plan(cost, each, own, context or CONTEXT, tp or 1, kept).as_dict()
     if as_json:
-        print(json.dumps(rows[0] if method or drafter else rows))
-        return
-    _print(target, rows, context)
+        print(json.dumps(rows if len(rows) > 1 else rows[0]))
+    else:
+        _print(target, rows)
 
 
-def _print(target: str, rows: list[dict[str, Any]], context: int) -> None:
+def _print(target: str, rows: list[dict[str, Any]]) -> None:
     console = make_console(False)
     planned = "plan" in rows[0]
-    table = Table(title=f"KV cache a token, {target}")
-    for column in (
-        "method",
-        "target",
-        "drafter",
-        "growth",
-        *((f"requests of {context:,}", "without its cache") if planned else ()),
-    ):
+    table = Table(title=f"KV bytes a token, {target}")
+    for column in ("method", "target", "drafter", "growth", *(("requests", "without its cache") if planned else ())):
         table.add_column(column, justify="left" if column == "method" else "right")
     for row in rows:
         cells = [row["method"], f"{row['target_bytes']:,}", f"{row['drafter_bytes']:,}", f"{row['growth']:.3f}"]
@@ -76,9 +73,15 @@ def _print(target: str, rows: list[dict[str, Any]], context: int) -> None:
             cells += [f"{row['plan']['requests']:,}", f"{row['plan']['requests_without_drafter_cache']:,}"]
         table.add_row(*cells)
     console.print(table)
-    for line in rows[0]["arithmetic"]["target"]:
+    sums = rows[0]["arithmetic"]
+    for line in sums["target"]:
         console.print(f"target: {line}")
-    if len(rows) == 1:
-        console.print(f"drafter: {rows[0]['arithmetic']['drafter']}")
-    for note in rows[0]["notes"]:
+    if rows[0]["state_bytes_a_request"]:
+        console.print(f"target: {sums['state']}")
+    for row in rows:
+        if row["drafter_bytes"] or len(rows) == 1:
+            console.print(f"{row['method']}: {row['arithmetic']['drafter']}")
+    if planned and len(rows) == 1:
+        console.print(f"plan: {rows[0]['plan']['arithmetic']}")
+    for note in dict.fromkeys(note for row in rows for note in row["notes"]):
         console.print(f"note: {note}")

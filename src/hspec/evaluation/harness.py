@@ -46,11 +46,6 @@ class Contender:
     seed: int = 0
     """Of its training; contenders of one method with different seeds are pooled as such."""
 
-    @property
-    def group(self) -> tuple[str, int]:
-        """Contenders that differ in the seed of their training alone have the same."""
-        return self.method, self.k
-
 
 @dataclass(frozen=True)
 class Setting:

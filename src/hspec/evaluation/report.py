@@ -76,7 +76,6 @@ def write_report(
     page = environment.from_string(template).render(
         summary=summary,
         about=json.loads((folder / "evaluation.json").read_text(encoding="utf-8")),
-        ar=AR,
         settings=[_setting(name, found) for name, found in summary["settings"].items()],
         curves=[*training_curves(training), *cost_curves(costs)],
         answers=_answers(records, texts, ids),

@@ -17,7 +17,7 @@ from hspec.decoding.params import SamplingParams
 from hspec.drafters.drafter import Drafter
 from hspec.errors import HSpecError, UsageError
 from hspec.evaluation.harness import AR, IDENTITY_FILE, RECORDS_FILE, Contender, Setting
-from hspec.evaluation.records import RecordFile
+from hspec.evaluation.records import RecordFile, whole_groups
 from hspec.evaluation.summary import summarise
 from hspec.files import reason, write_text
 from hspec.targets.target import Target
@@ -87,7 +87,8 @@ def write_summary(
     settings: Sequence[str] | None = None,
     measured_on: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Summarise what a folder holds, keep it there, and give it back.
+    """Summarise what a folder holds, keep it there, and give it back. Prompts that not all contenders have answered, because
+    the evaluation was interrupted, are left out.
 
     Args:
         measured_on: :func:`machine`, right after measuring; None keeps what the summary before said.
@@ -106,11 +107,8 @@ def write_summary(
         ) from error
     except (OSError, ValueError) as error:
         raise HSpecError(f"cannot read {path}: {reason(error)}") from error
-    records = [
-        r
-        for r in RecordFile(folder / RECORDS_FILE).read()
-        if (tasks is None or r.task in tasks) and (settings is None or r.setting in settings)
-    ]
+    found = whole_groups(RecordFile(folder / RECORDS_FILE).read(), list(about["contenders"]))
+    records = [r for r in found if (tasks is None or r.task in tasks) and (settings is None or r.setting in settings)]
     if not records:
         raise UsageError(f"{folder} holds no answer yet: run 'hspec eval --out {folder}' again")
     summary = {

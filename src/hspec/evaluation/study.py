@@ -28,7 +28,7 @@ from hspec.evaluation.harness import AR, Contender, evaluate
 from hspec.evaluation.records import Record
 from hspec.evaluation.report import write_report
 from hspec.evaluation.setup import longest_prompt, machine, settings_of, write_summary
-from hspec.evaluation.tasks.catalogue import load_tasks
+from hspec.evaluation.tasks.catalogue import check_tasks, load_tasks
 from hspec.files import reason, write_text
 from hspec.targets.sources import load_target
 from hspec.targets.target import Target
@@ -70,6 +70,11 @@ class Measurement(Strict):
     """Empty: the longest block that is trained."""
     max_tokens: PositiveInt = 128
     seed: int = 0
+
+    @property
+    def folder(self) -> Path | None:
+        """Of task files, as ``--data`` names it."""
+        return None if self.data is None else Path(self.data).expanduser()
 
 
 class Study(Strict):
@@ -153,9 +158,10 @@ def run_study(
         report: gets the log records of the trainings.
 
     Raises:
-        UsageError: the folder holds another study.
+        UsageError: the folder holds another study, or a task is unknown.
         HSpecError: data, checkpoints or answers cannot be read or written.
     """
+    check_tasks(study.measure.tasks, study.measure.folder)
     claim(study, folder)
     pending = [piece for piece in study.pieces() if not is_done(piece.folder(folder))]
     if pending:
@@ -202,9 +208,8 @@ def _measure(study: Study, folder: Path, on_answer: Callable[[int, int, Record],
         for k in m.k or (drafter.max_draft,):
             name = piece.name if len(m.k) < 2 else f"{piece.name} k={k}"
             contenders.append(Contender(name, drafter, k, piece.method, piece.seed))
-    data = None if m.data is None else Path(m.data).expanduser()
     tasks = load_tasks(
-        m.tasks, data, m.limit, m.seed, count_tokens=lambda text: len(target.tokenizer(text).input_ids),
+        m.tasks, m.folder, m.limit, m.seed, count_tokens=lambda text: len(target.tokenizer(text).input_ids),
         longest=longest_prompt(target, m.max_tokens),
     )  # fmt: skip
     settings = settings_of([SamplingParams(temperature=t, max_tokens=m.max_tokens, seed=m.seed) for t in m.temperatures])

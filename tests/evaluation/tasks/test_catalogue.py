@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hspec.errors import UsageError
 from hspec.evaluation.tasks.built_in import built_in
-from hspec.evaluation.tasks.catalogue import chosen, load_tasks
+from hspec.evaluation.tasks.catalogue import check_tasks, chosen, load_tasks
 from hspec.evaluation.tasks.families import DEEPSPEC, FAMILIES
 from hspec.evaluation.tasks.task import Task, TaskPrompt
 
@@ -77,6 +77,14 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=r"no \.jsonl file in it"):
         load_tasks(["math"], tmp_path / "empty")
+
+
+def test_names_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
+    data = folder_of(tmp_path / "data", mine=1)
+    check_tasks(["families", "long", "mmath", "mine", "alpaca", "someone/some-set:test", "other.jsonl"], data)
+    for names, said in [(["qa", "maths"], "no task 'maths'"), (["deepspec"], "do not ship"), ([], "no task is asked for")]:
+        with pytest.raises(UsageError, match=said):
+            check_tasks(names, data)
 
 
 def test_one_name_for_two(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def write(path: Path, *lines: str, mark: str = "") -> Path:
 @pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "byte order mark"])
 def test_a_file(tmp_path: Path, mark: str) -> None:
     task = read_task(write(tmp_path / "mine.jsonl", "", "  ", mark=mark))
-    assert (task.name, task.family, [p.id for p in task.prompts], task.bad_lines) == ("mine", "other", ["a", "2"], ())
+    assert (task.name, [p.id for p in task.prompts], task.bad_lines) == ("mine", ["a", "2"], ())
     assert task.prompts[1].turns == ("Two?", "And then?") and task.prompts[1].tools == ({"name": "f"},)
 
 

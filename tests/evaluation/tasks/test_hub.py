@@ -77,7 +77,7 @@ def test_which_split(hub: Hub) -> None:
 
 def test_alpaca_is_a_hub_dataset(hub: Hub) -> None:
     (task,) = load_tasks(["alpaca"], limit=2)
-    assert task.name == "alpaca" and task.family == "chat" and len(task.prompts) == 2
+    assert task.name == "alpaca" and len(task.prompts) == 2
     assert hub.asked[0][0].endswith("/alpaca")
 
 

@@ -27,7 +27,7 @@ def body(text: str) -> list[str]:
 @given(st.sampled_from(LONG_TASKS), st.integers(256, 6000), st.integers(0, 99))
 def test_length(name: str, tokens: int, seed: int) -> None:
     task = long_task(name, tokens, words, 2, seed)
-    assert (task.name, task.family) == (f"{name}-{tokens}", "long")
+    assert task.name == f"{name}-{tokens}"
     for prompt in task.prompts:
         assert tokens - SHORT_DOCUMENT <= words(prompt.turns[0]) <= tokens
     assert long_task(name, tokens, words, 3, seed).prompts[:2] == task.prompts, "more prompts change none"

@@ -78,7 +78,7 @@ def test_every_layout(downloads: Path) -> None:
 
 def test_by_name(downloads: Path) -> None:
     task, other = load_tasks(["humaneval", "bfcl-parallel"])
-    assert (task.family, other.family) == ("code", "tool_calling")
+    assert (task.name, other.name) == ("humaneval", "bfcl-parallel")
     assert task.source == f"{PACKAGED['humaneval'].file.requirement}, {PACKAGED['humaneval'].file.member}"
 
 

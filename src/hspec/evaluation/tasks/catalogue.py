@@ -59,17 +59,36 @@ def load_tasks(
     if limit is not None and limit < 1:
         raise UsageError(f"{limit} prompts a task: give 1 at least")
     folder = {} if data is None else tasks_in(data)
-    wanted = list(dict.fromkeys(name for given in names for name in _expanded(given, folder)))
-    if not wanted:
-        raise UsageError("no task is asked for: see 'hspec eval --help'")
     tasks: list[Task] = []
-    for name in wanted:
+    for name in _wanted(names, folder):
         if name in LONG_TASKS and name not in folder:
             tasks += _made(name, count_tokens, lengths, longest, limit or DEFAULT_PROMPTS, seed)
         else:
             tasks.append(chosen(_one(name, folder, data, skip_bad), limit, seed, count_tokens, longest))
     _check_names(tasks)
     return tasks
+
+
+def check_tasks(names: Sequence[str], data: Path | None = None) -> None:
+    """Whether every task is one that there may be, before anything is loaded; files and datasets are not opened.
+
+    Raises:
+        UsageError: an unknown task, or none.
+    """
+    folder = {} if data is None else tasks_in(data)
+    for name in _wanted(names, folder):
+        path = Path(name).expanduser()
+        known = (*folder, *FAMILIES, *LONG_TASKS, *PACKAGED, *ALIASES)
+        if name not in known and path.suffix != ".jsonl" and not path.exists() and not HUB_NAME.fullmatch(name):
+            raise UsageError(_unknown(name, folder, data))
+
+
+def _wanted(names: Sequence[str], folder: dict[str, Path]) -> list[str]:
+    """Groups taken apart, each name once."""
+    wanted = list(dict.fromkeys(name for given in names for name in _expanded(given, folder)))
+    if not wanted:
+        raise UsageError("no task is asked for: see 'hspec eval --help'")
+    return wanted
 
 
 def _expanded(name: str, folder: dict[str, Path]) -> Sequence[str]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hspec.errors import HSpecError
-from hspec.evaluation.tasks.families import family_of, suggested_max_tokens
 from hspec.targets.template import ChatTemplate, Message
 
 _TOOLS_INTRODUCTION = (
@@ -45,16 +44,6 @@ class Task:
     """Where they come from, for the report."""
     bad_lines: tuple[str, ...] = field(default=(), compare=False)
     """What was left out, and why, where that was asked for."""
-
-    @property
-    def family(self) -> str:
-        """One of the paper's eight, ``long``, or ``other``."""
-        return family_of(self.name)
-
-    @property
-    def max_tokens(self) -> int:
-        """A suggestion: new tokens that most answers do with."""
-        return suggested_max_tokens(self.family)
 
     def opening(self, prompt: TaskPrompt, template: ChatTemplate) -> list[Message]:
         """The messages before the first turn: the system prompt, and the tools in words where the chat template has no place
