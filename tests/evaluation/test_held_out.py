@@ -115,7 +115,11 @@ def test_the_bootstrap_is_deterministic_and_over_prompts() -> None:
 def test_nothing_to_divide_by() -> None:
     empty = summarise([record(steps=0, emitted=0, reached=[], accepted=[])])["greedy"]
     assert empty["tau"] == 0.0 and empty["acceptance"] == []
-    assert summarise([record(looping=True)])["greedy"]["without_looping"] == {"prompts": 0, "tau": 0.0, "interval": [0.0, 0.0]}
+    assert summarise([record(looping=True)])["greedy"]["without_looping"] == {
+        "prompts": 0,
+        "tau": 0.0,
+        "interval": [None, None],
+    }
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from hspec.errors import HSpecError
-from hspec.evaluation.statistics import Estimate, Resampling, prompts_needed, verdict
+from hspec.evaluation.statistics import Estimate, Resampling, in_words, prompts_needed, verdict
 
 
 def answers(
@@ -74,7 +74,7 @@ def test_pairing_narrows_and_order_turns_round() -> None:
     assert verdict(apart) == "level", "the same data, and nothing to be told without pairs"
 
 
-ROWS = st.lists(st.tuples(st.integers(1, 500), st.integers(1, 100)), min_size=1, max_size=20)
+ROWS = st.lists(st.tuples(st.integers(1, 500), st.integers(1, 100)), min_size=2, max_size=20)
 """Of prompts: tokens and steps."""
 
 
@@ -193,6 +193,15 @@ def test_prompts_needed_by_simulation() -> None:
         seen += verdict(ratio) == "ahead"
     assert 0.7 < seen / 300 < 0.9
     assert prompts_needed(*world(5000), difference=0.025) > 3 * needed
+
+
+def test_one_prompt_tells_no_doubt() -> None:
+    one = Resampling(500).ratio("t", "m", [7.0], [4.0])
+    assert one.as_dict() == {"value": 1.75, "low": None, "high": None} and in_words(one.as_dict()) == "1.75 (?)"
+    assert verdict(one / Resampling(500).ratio("t", "n", [6.0], [4.0])) == "level"
+    two = Resampling(500).ratio("u", "m", [7.0, 9.0], [4.0, 4.0])
+    assert in_words(two.as_dict()) == "2.00 (1.75 .. 2.25)"
+    assert in_words(Estimate.mean([one, two]).as_dict(), 3) == "1.875 (?)"
 
 
 def test_nothing_to_divide_by() -> None:

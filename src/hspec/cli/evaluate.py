@@ -101,15 +101,17 @@ def evaluate_(
 
 
 def _print(summary: dict[str, Any], out: Path) -> None:
+    from hspec.evaluation.statistics import in_words
+
     console = make_console(False)
     for setting, found in summary["settings"].items():
         entrants = found["entrants"]
         table = Table("task", "prompts", *entrants, title=f"{setting}: tau (95 % interval)")
         for task, count in found["prompts"].items():
-            table.add_row(task, str(count), *(_interval(e["tasks"][task]["tau"]) for e in entrants.values()))
+            table.add_row(task, str(count), *(in_words(e["tasks"][task]["tau"]) for e in entrants.values()))
         table.add_section()
-        table.add_row("mean", "", *(_interval(e["tau"]) for e in entrants.values()))
-        table.add_row("speedup", "", *(_interval(e["speedup"]) for e in entrants.values()))
+        table.add_row("mean", "", *(in_words(e["tau"]) for e in entrants.values()))
+        table.add_row("speedup", "", *(in_words(e["speedup"]) for e in entrants.values()))
         table.add_row("ms draft", "", *(f"{e['draft_ms']:.1f}" for e in entrants.values()))
         table.add_row("ms verify", "", *(f"{e['verify_ms']:.1f}" for e in entrants.values()))
         table.add_row("ms a token", "", *(f"{e['ms_per_token']:.1f}" for e in entrants.values()))
@@ -117,14 +119,10 @@ def _print(summary: dict[str, Any], out: Path) -> None:
         for pair in found["pairs"]:
             ratio, speed = pair["tau_ratio"], pair["speed_ratio"]
             console.print(
-                f"{pair['a']} against {pair['b']}: tau {_interval(ratio, 3)} {ratio['verdict']}, speed {_interval(speed, 3)} "
+                f"{pair['a']} against {pair['b']}: tau {in_words(ratio, 3)} {ratio['verdict']}, speed {in_words(speed, 3)} "
                 f"{speed['verdict']}; a 5 % difference needs {pair['prompts_for_5_percent'] or '?'} prompts"
             )
     console.print(f"answers, evaluation.json and summary.json are in {out}; 'hspec report {out}' makes a page of them")
-
-
-def _interval(e: dict[str, Any], digits: int = 2) -> str:
-    return f"{e['value']:.{digits}f} ({e['low']:.{digits}f} .. {e['high']:.{digits}f})"
 
 
 @app.command()

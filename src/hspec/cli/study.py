@@ -67,6 +67,8 @@ def study(
 
 
 def _print(result: dict[str, Any], out: Path) -> None:
+    from hspec.evaluation.statistics import in_words
+
     console = make_console(False)
     about = result["trainings"]
     table = Table(title=f"trainings; at equal time: {about['equal_time_seconds']:.0f} s")
@@ -81,8 +83,6 @@ def _print(result: dict[str, Any], out: Path) -> None:
     for setting, found in result["evaluation"]["settings"].items():
         table = Table("drafter", "tau (95 %)", "speedup (95 %)", title=setting)
         for name, e in found["entrants"].items():
-            table.add_row(
-                name, *(f"{e[key]['value']:.3f} ({e[key]['low']:.3f} .. {e[key]['high']:.3f})" for key in ("tau", "speedup"))
-            )
+            table.add_row(name, in_words(e["tau"], 3), in_words(e["speedup"], 3))
         console.print(table)
     console.print(f"{out / 'report.html'} shows all of it")

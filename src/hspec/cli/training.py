@@ -159,5 +159,6 @@ def measure(
         for row, part in rows:
             low, high = part["interval"]
             rates = "  ".join(f"{a:.2f}" for a in part.get("acceptance", []))
-            table.add_row(f"{name}, {row}", str(part["prompts"]), f"{part['tau']:.2f}", f"{low:.2f} .. {high:.2f}", rates)
+            interval = "?" if low is None else f"{low:.2f} .. {high:.2f}"
+            table.add_row(f"{name}, {row}", str(part["prompts"]), f"{part['tau']:.2f}", interval, rates)
     Console(highlight=False).print(table)

@@ -156,7 +156,8 @@ def read_records(path: Path, of: str | None = None) -> list[Record]:
 
 
 def summarise(records: Sequence[Record]) -> dict[str, Any]:
-    """Pooled tau with its 95 % bootstrap interval over prompts, acceptance by position, and tau by kind, for each setting."""
+    """For each setting pooled tau with its 95 % bootstrap interval over prompts (two None where there are fewer than two prompts),
+    acceptance by position, and tau by kind."""
     out: dict[str, Any] = {}
     for setting in dict.fromkeys(r.setting for r in records):
         mine = [r for r in records if r.setting == setting]
@@ -174,9 +175,10 @@ def summarise(records: Sequence[Record]) -> dict[str, Any]:
 def _pool(records: Sequence[Record]) -> dict[str, Any]:
     emitted, steps = [r.emitted for r in records], [r.steps for r in records]
     if not sum(steps):
-        return {"prompts": len(records), "tau": 0.0, "interval": [0.0, 0.0]}
+        return {"prompts": len(records), "tau": 0.0, "interval": [None, None]}
     tau = Resampling().ratio("held-out", "", emitted, steps)
-    return {"prompts": len(records), "tau": tau.value, "interval": list(tau.interval)}
+    said = tau.as_dict()
+    return {"prompts": len(records), "tau": tau.value, "interval": [said["low"], said["high"]]}
 
 
 def _acceptance(records: Sequence[Record]) -> list[float]:

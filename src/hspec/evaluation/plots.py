@@ -25,8 +25,8 @@ _STYLE: dict[str, Any] = {
     "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.2, "grid.color": _INK, "legend.frameon": False, "legend.fontsize": 8,
 }  # fmt: skip
 
-Interval = Mapping[str, float]
-"""``value``, ``low`` and ``high``."""
+Interval = Mapping[str, Any]
+"""``value``, ``low`` and ``high``, the last two None where there is no interval."""
 
 
 def tau_by_task(setting: str, entrants: Mapping[str, Mapping[str, Any]], tasks: Sequence[str]) -> str:
@@ -110,7 +110,8 @@ def _line(i: int) -> dict[str, Any]:
 
 
 def _errors(intervals: Sequence[Interval]) -> list[list[float]]:
-    return [[e["value"] - e["low"] for e in intervals], [e["high"] - e["value"] for e in intervals]]
+    known = [e if e["low"] is not None else {**e, "low": e["value"], "high": e["value"]} for e in intervals]
+    return [[e["value"] - e["low"] for e in known], [e["high"] - e["value"] for e in known]]
 
 
 def _svg(name: str, draw: Callable[[Axes], None]) -> str:

@@ -16,6 +16,7 @@ from hspec.evaluation import plots
 from hspec.evaluation.harness import AR, RECORDS_FILE
 from hspec.evaluation.records import Record, RecordFile, TurnRecord
 from hspec.evaluation.setup import write_summary
+from hspec.evaluation.statistics import in_words
 from hspec.files import reason, write_text
 
 REPORT_FILE = "report.html"
@@ -102,16 +103,12 @@ def sentences(found: dict[str, Any]) -> list[str]:
     best = max(drafters, key=lambda n: drafters[n]["tau"]["value"])
     tau, speed = drafters[best]["tau"], drafters[best]["speedup"]
     said = [
-        f"{best} has the largest mean accepted length, {tau['value']:.2f} ({tau['low']:.2f} to {tau['high']:.2f}), and is "
-        f"{speed['value']:.2f} ({speed['low']:.2f} to {speed['high']:.2f}) times as fast as no drafting."
+        f"{best} has the largest mean accepted length, {in_words(tau)}, and is {in_words(speed)} times as fast as no drafting."
     ]
     words = {"ahead": "ahead of", "behind": "behind", "level": "not to be told from"}
     for pair in found["pairs"]:
         ratio = pair["tau_ratio"]
-        said.append(
-            f"In tau {pair['a']} is {words[ratio['verdict']]} {pair['b']}: {100 * (ratio['value'] - 1):+.1f} % "
-            f"({100 * (ratio['low'] - 1):+.1f} to {100 * (ratio['high'] - 1):+.1f})."
-        )
+        said.append(f"In tau {pair['a']} is {words[ratio['verdict']]} {pair['b']}: {in_words(ratio, 3)} times as much.")
     return said
 
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -41,7 +41,8 @@ class Estimate:
 
     value: float
     samples: Floats
-    """``[resamples]``; not a number where a draw has nothing to divide by."""
+    """``[resamples]``; not a number where a draw has nothing to divide by, and everywhere if there is one prompt alone, from which
+    no doubt can be told."""
 
     @property
     def low(self) -> float:
@@ -63,8 +64,10 @@ class Estimate:
         with np.errstate(divide="ignore", invalid="ignore"):
             return Estimate(self.value / other.value, self.samples / other.samples)
 
-    def as_dict(self) -> dict[str, float]:
-        return {"value": self.value, "low": self.low, "high": self.high}
+    def as_dict(self) -> dict[str, float | None]:
+        """``value``, ``low``, ``high``; without an interval the last two are None."""
+        low, high = (None if math.isnan(end) else end for end in self.interval)
+        return {"value": self.value, "low": low, "high": high}
 
     @staticmethod
     def mean(estimates: Sequence[Estimate]) -> Estimate:
@@ -73,6 +76,12 @@ class Estimate:
             raise HSpecError("a mean over no task: nothing was measured")
         samples = np.mean([e.samples for e in estimates], axis=0)
         return Estimate(float(np.mean([e.value for e in estimates])), samples)
+
+
+def in_words(estimate: Mapping[str, Any], digits: int = 2) -> str:
+    """``1.93 (1.86 .. 2.00)`` of an :meth:`Estimate.as_dict`; ``1.93 (?)`` without an interval."""
+    value, low, high = (estimate[key] for key in ("value", "low", "high"))
+    return f"{value:.{digits}f} (?)" if low is None else f"{value:.{digits}f} ({low:.{digits}f} .. {high:.{digits}f})"
 
 
 def verdict(ratio: Estimate) -> Verdict:
@@ -106,8 +115,10 @@ class Resampling:
             raise AssertionError(f"{method} on {task}: {above.shape} numerators for {below.shape} denominators")
         if not above.size or not below.sum():
             raise HSpecError(f"{method} on {task}: no step was measured, so there is no ratio to give")
-        samples = np.empty(self.resamples)
         seeds, prompts = above.shape
+        samples = np.full(self.resamples, np.nan)
+        if prompts < 2:
+            return Estimate(float(above.sum() / below.sum()), samples)
         draws = max(1, seeds - 1)
         drawn_prompts, drawn_seeds = self._generator("prompts", task), self._generator("seeds", method)
         chunk = max(1, min(self.resamples, _CHUNK // prompts))
