@@ -10,7 +10,7 @@
 #   benchmarks/gpu_first_hour.sh all          answers, both trainings, measure, costs, one after the other
 #
 # Each part ends within MINUTES (9), and may be called again to go on. TOY=1 makes everything tiny, so that it can be seen to work on a
-# CPU. Not run on a GPU yet.
+# CPU (all but unpack has been run so). Not run on a GPU yet.
 #
 #   WORK     folder for runs and results (./gpu-first-hour)      DEVICE   cuda, or cpu with TOY=1
 #   PYTHON   interpreter with torch 2.10 or newer (python3)      STEPS    optimiser steps of a training
