@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
-from hspec.errors import UsageError
+from hspec.errors import HSpecError, UsageError
 from hspec.evaluation.study import Piece, Study, _at_time, is_done, read_study, run_study
-from tests.saved import save_target, write_exchanges
+from tests.saved import held_out_numbers, save_target, write_exchanges
 
 SETTINGS: dict[str, Any] = {
     "job": {
@@ -60,6 +60,19 @@ def test_a_study(study: Study, tmp_path: Path) -> None:
     assert run_study(study, out, lambda _: pytest.fail("nothing is left to train")) is not None
     with pytest.raises(UsageError, match="holds another study"):
         run_study(study.model_copy(update={"entries": study.entries[:1]}), out, lambda _: None)
+
+
+def test_without_held_out_documents(study: Study, tmp_path: Path) -> None:
+    """Nothing would tell the trainings apart, so none is begun."""
+    few = tmp_path / "few.jsonl"
+    write_exchanges(few, 1, start=min(set(range(50)) - held_out_numbers(50)))
+    with pytest.raises(HSpecError, match="no document is held out"):
+        run_study(
+            study.model_copy(update={"job": study.job.model_copy(update={"data": (str(few),)})}),
+            tmp_path / "out",
+            lambda _: None,
+        )
+    assert not (tmp_path / "out" / "drafters").exists()
 
 
 def test_pieces_come_by_seed(study: Study) -> None:

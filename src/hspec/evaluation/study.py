@@ -167,6 +167,10 @@ def run_study(
     if pending:
         target = training_target(study.job)
         data = prepare_data(study.job, target, say)
+        if not data.held_out:
+            raise HSpecError(
+                "no document is held out (3 % of the prompts are, by hash), and trainings are compared by those: give more data"
+            )
         for piece in pending:
             say(f"training {piece.name} ({study.pieces().index(piece) + 1} of {len(study.pieces())})")
             _train(study, piece, folder, target, data, report, stop)
