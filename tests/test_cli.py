@@ -22,6 +22,7 @@ from hspec.decoding.session import Session
 from hspec.drafters.methods import METHODS
 from hspec.drafters.parameters import parameters_by_part
 from hspec.drafters.presets import PRESETS
+from hspec.training.checkpoints import Checkpoints
 from hspec.training.job import read_job
 from hspec.training.trainer import Trainer
 from tests.saved import loaded, save_drafter_for, save_target, write_exchanges
@@ -457,11 +458,12 @@ def test_train_end_to_end(hspec: Run, place: Path, tmp_path: Path) -> None:
     assert (done.code, done.err) == (0, "")
     assert "done, step 4 of 4" in done.out.replace("\n", " ") and "held-out" in done.out
     assert {p.name for p in (tmp_path / "run").iterdir()} == {
+        "best",
+        "checkpoints",
         "config.json",
         "drafter.safetensors",
         "log.jsonl",
         "run.yaml",
-        "state.pt",
     }
     answer = hspec("generate", "hello", "-t", place / "target", "-d", tmp_path / "run", "-n", 8, "--json")
     assert answer.code == 0 and answer.err == "" and json.loads(answer.out)["steps"] >= 1
@@ -476,6 +478,11 @@ def test_a_dry_run_writes_nothing(hspec: Run, place: Path, tmp_path: Path) -> No
     assert (done.code, done.err) == (0, "")
     assert "trainable parameters" in done.out and "1 -> 2 slots" in done.out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_one_process_has_nobody_to_share_with(hspec: Run, place: Path, tmp_path: Path) -> None:
+    done = hspec(*training(place, tmp_path / "run", "--shard"))
+    assert done.code == 2 and "--shard: there is one process" in done.err and not (tmp_path / "run").exists()
 
 
 def test_any_target_can_be_trained_for_without_a_preset(hspec: Run, place: Path, tmp_path: Path) -> None:
@@ -503,7 +510,7 @@ def test_ctrl_c_saves_and_resume_goes_on(hspec: Run, place: Path, tmp_path: Path
     resumed = hspec("train", "-o", tmp_path / "run", "--resume")
     assert resumed.code == 0 and "done, step 4 of 4" in resumed.out.replace("\n", " ")
     hspec(*training(place, tmp_path / "whole"))
-    one, two = (torch.load(tmp_path / run / "state.pt", weights_only=True) for run in ("run", "whole"))
+    one, two = (Checkpoints(tmp_path / run).read(4) for run in ("run", "whole"))
     assert all(torch.equal(one["drafter"][name], two["drafter"][name]) for name in two["drafter"])
 
 
@@ -531,7 +538,7 @@ def test_a_full_disk_in_training(hspec: Run, place: Path, tmp_path: Path, monkey
     done = hspec(*training(place, tmp_path / "run", "--steps", 1))
     lines = done.err.splitlines()
     assert done.code == 1 and len(lines) == 1 and "No space left on device" in lines[0] and "Traceback" not in done.err
-    assert not (tmp_path / "run" / "state.pt").exists() and not list(tmp_path.rglob("*.partial"))
+    assert not list(tmp_path.rglob("state.pt")) and not list(tmp_path.rglob("*.partial"))
 
 
 # -- methods, comparison, recipes --------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import yaml
 
 from hspec.errors import HSpecError, UsageError
 from hspec.evaluation.study import Piece, Study, _at_time, is_done, read_study, run_study
+from hspec.training.sources import SourceConfig
 from tests.saved import held_out_numbers, save_target, write_exchanges
 
 SETTINGS: dict[str, Any] = {
@@ -68,7 +69,7 @@ def test_without_held_out_documents(study: Study, tmp_path: Path) -> None:
     write_exchanges(few, 1, start=min(set(range(50)) - held_out_numbers(50)))
     with pytest.raises(HSpecError, match="no document is held out"):
         run_study(
-            study.model_copy(update={"job": study.job.model_copy(update={"data": (str(few),)})}),
+            study.model_copy(update={"job": study.job.model_copy(update={"data": (SourceConfig(source=str(few)),)})}),
             tmp_path / "out",
             lambda _: None,
         )

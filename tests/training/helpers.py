@@ -12,7 +12,8 @@ from hspec.targets.target import Target
 from hspec.training.config import GrowthStage, TrainConfig
 from hspec.training.examples import Example
 from hspec.training.initialise import initialise
-from hspec.training.trainer import Trainer
+from hspec.training.processes import Processes
+from hspec.training.trainer import ALONE, Trainer
 from tests.tiny import tiny_config
 
 GROWTH = (GrowthStage(start=0.0, slots=1, density=1.0), GrowthStage(start=0.5, slots=3, density=0.5))
@@ -42,9 +43,10 @@ def small_config(target: Target, **changes: Any) -> ParallelConfig:
 
 
 def trainer_for(
-    target: Target, folder: Path, config: TrainConfig | None = None, held_out: int = 4, count: int = 12, **drafter: Any
-) -> Trainer:
+    target: Target, folder: Path, config: TrainConfig | None = None, held_out: int = 4, count: int = 12,
+    processes: Processes = ALONE, shard: bool = False, **drafter: Any,
+) -> Trainer:  # fmt: skip
     shape = small_config(target, **drafter)
     new = initialise(shape, target, torch.arange(shape.draft_vocab_size), seed=1)
     held = documents(held_out, seed=9)
-    return Trainer(config or settings(), target, new, documents(count), held, folder)
+    return Trainer(config or settings(), target, new, documents(count), held, folder, processes, shard)

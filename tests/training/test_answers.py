@@ -15,6 +15,7 @@ from hspec.errors import HSpecError
 from hspec.targets.target import Target
 from hspec.training.answers import AnswerSettings, answered_ids, write_answers
 from hspec.training.conversations import Conversation
+from hspec.training.engine_answers import EngineAnswers
 from hspec.training.prompts import Prompt, clean_prompts
 from tests.saved import question
 from tests.tiny import tiny_target
@@ -39,7 +40,7 @@ SETTINGS = AnswerSettings(temperatures=(1.0, 0.0, 0.7), max_tokens=14, max_promp
 
 def answer(target: Target, some: list[Prompt], path: Path, **changes: Any) -> dict[str, dict[str, Any]]:
     settings = AnswerSettings(**{**SETTINGS.__dict__, **changes})
-    write_answers(target, some, path, settings)
+    write_answers(EngineAnswers(target), some, path, settings)
     return records(path)
 
 
@@ -91,13 +92,13 @@ def test_an_interrupted_run_goes_on(target: Target, tmp_path: Path) -> None:
     for kept in ("", "".join(lines[:4]), "".join(lines[:4]) + lines[4][:30], lines[0][:-1], text):
         path.write_text(kept)
         missing = len(PROMPTS) - kept.count("\n")
-        assert write_answers(target, PROMPTS, path, SETTINGS) == missing
+        assert write_answers(EngineAnswers(target), PROMPTS, path, SETTINGS) == missing
         assert records(path) == whole
 
 
 def test_progress(target: Target, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
-    write_answers(target, PROMPTS, tmp_path / "a.jsonl", SETTINGS, lambda n, tokens: seen.append((n, tokens)))
+    write_answers(EngineAnswers(target), PROMPTS, tmp_path / "a.jsonl", SETTINGS, lambda n, tokens: seen.append((n, tokens)))
     assert [n for n, _ in seen] == list(range(1, 10))
     assert seen[-1][1] == sum(len(r["tokens"]) for r in records(tmp_path / "a.jsonl").values())
 
@@ -134,7 +135,7 @@ def test_damaged_and_unwritable_files(target: Target, tmp_path: Path, monkeypatc
     with pytest.raises(HSpecError, match=r"a\.jsonl, line 2: not an answer record"):
         answered_ids(path)
     with pytest.raises(HSpecError, match="cannot write answers to"):
-        write_answers(target, PROMPTS, tmp_path / "a.jsonl" / "b.jsonl", SETTINGS)
+        write_answers(EngineAnswers(target), PROMPTS, tmp_path / "a.jsonl" / "b.jsonl", SETTINGS)
 
     written: list[int] = []
 
@@ -144,6 +145,6 @@ def test_damaged_and_unwritable_files(target: Target, tmp_path: Path, monkeypatc
             raise OSError(28, "No space left on device")
 
     with pytest.raises(HSpecError, match=r"No space left on device\. What was written is kept"):
-        write_answers(target, PROMPTS, tmp_path / "b.jsonl", SETTINGS, full)
+        write_answers(EngineAnswers(target), PROMPTS, tmp_path / "b.jsonl", SETTINGS, full)
     assert len(records(tmp_path / "b.jsonl")) == 3
-    assert write_answers(target, PROMPTS, tmp_path / "b.jsonl", SETTINGS) == len(PROMPTS) - 3
+    assert write_answers(EngineAnswers(target), PROMPTS, tmp_path / "b.jsonl", SETTINGS) == len(PROMPTS) - 3

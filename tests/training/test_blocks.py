@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hspec.targets.target import Target
-from hspec.training.blocks import Anchors, BlockBatch, cut_blocks, draw_anchors
+from hspec.training.blocks import Anchors, BlockBatch, anchor_counts, cut_blocks, draw_anchors
 from hspec.training.examples import Batch, Example, collate
 from hspec.training.features import Features
 from tests.tiny import tiny_drafter
@@ -51,15 +56,49 @@ def test_every_candidate_is_drawn_once_at_full_density() -> None:
 @pytest.mark.parametrize("density", [0.01, 0.3, 0.5])
 def test_anchors_are_drawn_without_replacement(density: float) -> None:
     batch, times = collate(DOCUMENTS), [0] * 23
+    counts = anchor_counts([len(candidates(example)) for example in DOCUMENTS], density)
     for seed in range(30):
         anchors = draw_anchors(batch, density, generator(seed))
         for row, example in enumerate(DOCUMENTS):
             positions = drawn(anchors, row)
-            assert len(positions) == len(set(positions)) == -(-len(candidates(example)) * density // 1)
+            assert len(positions) == len(set(positions)) == counts[row]
             assert set(positions) <= set(candidates(example))
         for p in drawn(anchors, 0):
             times[p] += 1
     assert all(times[p] for p in candidates(DOCUMENTS[0])) or density == 0.01  # none is left out for ever
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 300), min_size=1, max_size=20),
+    density=st.floats(0.01, 1.0),
+    cap=st.none() | st.integers(1, 100),
+)
+def test_every_document_gets_its_fair_share_of_the_anchors(sizes: list[int], density: float, cap: int | None) -> None:
+    counts, has = anchor_counts(sizes, density, cap), np.array(sizes)
+    room, busy = np.minimum(has, cap or 300), np.count_nonzero(has)
+    total = min(max(math.ceil(density * has.sum() - 1e-9), busy), room.sum())
+    assert counts.sum() == total
+    assert (counts <= room).all() and ((counts > 0) == (has > 0)).all()
+    if not busy:
+        return
+    # At least the smaller of the two shares, equal and proportional, of what is left after everyone's first; at most the larger one,
+    # unless others were full.
+    rest = total - busy
+    equal, by_size = rest / busy, rest * has / has.sum()
+    assert (counts >= np.minimum(room, np.minimum(equal, by_size).astype(int))).all()
+    if (counts < room)[has > 0].all():
+        assert (counts <= 2 + np.maximum(equal, by_size)).all()
+    order = np.argsort(has)
+    assert (np.diff(counts[order]) >= -1).all()  # a longer one never gets less, but for rounding
+
+
+def test_a_short_document_is_not_lost_beside_long_ones() -> None:
+    counts = anchor_counts([10, 1000, 1000], 0.1)
+    assert counts.sum() == 201 and counts[0] == 10  # drawn from all alike, it would have one
+    assert anchor_counts([10, 100, 100], 0.3).tolist() == [10, 27, 26]
+    assert anchor_counts([10, 100, 100], 0.3, cap=20).tolist() == [10, 20, 20]
+    assert anchor_counts([7], 0.5).tolist() == [4]
 
 
 def test_an_anchor_always_has_a_token_before_it() -> None:

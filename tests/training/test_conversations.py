@@ -137,6 +137,6 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def denied(*_: object, **__: object) -> str:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_text", denied)
+    monkeypatch.setattr(Path, "open", denied)
     with pytest.raises(HSpecError, match=r"cannot read the data file .*b\.jsonl: Permission denied"):
         read_conversations(tmp_path / "b.jsonl")

@@ -36,11 +36,21 @@ def test_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1 -> 2 -> 4 slots" in lines["steps"] and "at most 2,000 prompts" in lines["data"]
 
 
+def test_sources_and_servers(tmp_path: Path) -> None:
+    sources, server = (tmp_path / f"{part}.yaml" for part in ("data", "answers"))
+    for path in (sources, server):
+        (text,) = (block for block in blocks("yaml") if block.startswith(path.stem))
+        path.write_text(text)
+    assert read_job(sources).weights == (60, 40) and read_job(sources).data[1].is_data_set
+    assert read_job(server).answers.thinking == "off" and read_job(server).answers.model == "Qwen/Qwen3-8B"
+
+
 def test_the_shape(tmp_path: Path) -> None:
     path = tmp_path / "my-shape.yaml"
-    path.write_text(blocks("yaml")[1])
+    (text,) = (block for block in blocks("yaml") if "my-shape.yaml" in block)
+    path.write_text(text)
     config = choose_shape(str(path), "it", LlamaConfig(hidden_size=256, num_attention_heads=4, num_hidden_layers=8))
-    raw = yaml.safe_load(blocks("yaml")[1])
+    raw = yaml.safe_load(text)
     assert config.pattern == raw["pattern"] and config.max_draft == 7 and config.draft_vocab_size == 8192
 
 

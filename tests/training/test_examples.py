@@ -1,28 +1,18 @@
-"""Which tokens are trained on, and in what order documents come."""
+"""In what order documents come, from one source or from several with weights."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from hspec.errors import HSpecError, UsageError
-from hspec.targets.target import Target
-from hspec.targets.template import ChatTemplate
-from hspec.training.conversations import Conversation
-from hspec.training.examples import Batch, Example, ExampleStream, collate, from_answers, from_conversations
-from tests.tiny import tiny_tokenizer
-
-TALK = [
-    {"role": "system", "content": "be short"},
-    {"role": "user", "content": "hi"},
-    {"role": "assistant", "content": "yo"},
-    {"role": "user", "content": "more"},
-    {"role": "assistant", "content": "no"},
-]
+from hspec.errors import HSpecError
+from hspec.training.corpus import Corpus
+from hspec.training.examples import Batch, Example, ExampleStream, collate
 
 
 def documents(count: int, longest: int = 40) -> list[Example]:
@@ -35,69 +25,6 @@ def documents(count: int, longest: int = 40) -> list[Example]:
 
 def ids_of(batch: Batch) -> list[tuple[int, ...]]:
     return [tuple(row.tolist()) for row in batch.tokens]
-
-
-def test_only_what_the_assistant_wrote_is_supervised(target: Target) -> None:
-    (example,) = from_conversations([Conversation.of(TALK, "a")], target.template, 500)
-    runs, current = [], []
-    for token, own in zip([*example.tokens, 0], [*example.supervised, False], strict=True):
-        if own:
-            current.append(token)
-        elif current:
-            runs.append(target.tokenizer.decode(current))
-            current = []
-    assert runs == ["yo<|end|>", "no<|end|>"]  # the end of the turn is the assistant's own; the newline behind it is not
-    assert target.tokenizer.decode(example.tokens) == target.template.text(TALK, generate=False)
-
-
-def test_long_documents_are_cut_and_those_without_answers_left_out(target: Target) -> None:
-    some = [Conversation.of(TALK, "a"), Conversation.of(TALK[:2], "b"), Conversation.of([TALK[1], {**TALK[2], "content": " "}])]
-    whole = from_conversations(some, target.template, 500)
-    assert [e.id for e in whole] == ["a"]
-    end = whole[0].supervised.index(True) + 1
-    (cut,) = from_conversations(some, target.template, end)
-    assert cut.tokens == whole[0].tokens[:end] and cut.supervised_count == 1
-    assert from_conversations(some, target.template, end - 1) == []
-
-
-def template(text: str | None) -> ChatTemplate:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = text
-    return ChatTemplate(tokenizer)
-
-
-def test_a_template_that_does_not_show_the_assistant_is_refused() -> None:
-    rewriting = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}<|end|>{% endfor %}"
-    with pytest.raises(HSpecError, match="does not mark where the assistant speaks"):
-        from_conversations([Conversation.of(TALK)], template(rewriting), 500)
-    with pytest.raises(UsageError, match="no chat template"):
-        from_conversations([Conversation.of(TALK)], template(None), 500)
-
-
-def test_conversations_that_the_template_refuses_are_left_out_one_by_one() -> None:
-    strict = (
-        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-        "<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
-    )
-    refused: list[str] = []
-    some = [Conversation.of(TALK, "a"), Conversation.of(TALK[1:], "b")]
-    found = from_conversations(some, template(strict), 500, lambda c, error: refused.append(f"{c.id}: {error}"))
-    assert [e.id for e in found] == ["b"]
-    assert len(refused) == 1 and refused[0].startswith("a: ") and "no system role" in refused[0]
-
-
-def test_answers_are_read_with_the_tokens_that_were_drawn(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    records = [{"id": "x", "prompt_tokens": [5, 6], "tokens": [7, 0]}, {"id": "y", "prompt_tokens": [1] * 9, "tokens": [2]}]
-    path.write_text("".join(json.dumps(r) + "\n" for r in records) + '{"id": "z", "prom')
-    assert from_answers(path, 9) == [Example("x", [5, 6, 7, 0], [False, False, True, True])]
-    assert [e.id for e in from_answers(path, 10)] == ["x", "y"]
-    path.write_text("{}\n" + json.dumps(records[0]) + "\n")
-    with pytest.raises(HSpecError, match=r"a\.jsonl, line 1: not an answer record"):
-        from_answers(path, 9)
-    with pytest.raises(HSpecError, match="cannot read the answers"):
-        from_answers(tmp_path / "none.jsonl", 9)
 
 
 def test_the_stream_is_a_pure_function_of_seed_and_step() -> None:
@@ -160,3 +87,89 @@ def test_the_fingerprint_knows_the_documents() -> None:
     assert same != ExampleStream(base[::-1], 100, 1).fingerprint()
     changed = Example(base[0].id, [*base[0].tokens[:-1], 1], base[0].supervised)
     assert same != ExampleStream([changed, *base[1:]], 100, 1).fingerprint()
+
+
+# -- sources with weights ----------------------------------------------------------------------------------------
+
+
+def mixture(sizes: list[int], weights: list[float]) -> Corpus:
+    """Documents that begin with the number of their source and their own."""
+    corpus = Corpus(weights)
+    for source, size in enumerate(sizes):
+        for number in range(size):
+            corpus.append(Example(f"{source}/{number}", [source, number, 1, 1], [False, False, True, True]), source)
+    return corpus
+
+
+def epochs(stream: ExampleStream, count: int) -> list[list[tuple[int, int]]]:
+    """Source and number of the documents of each epoch, in the order in which they come."""
+    size, drawn, step = len(stream.examples), [], 0
+    while len(drawn) < count * size:
+        drawn += [(row[0], row[1]) for row in stream.batch(step).tokens.tolist()]
+        step += 1
+    return [drawn[i * size : (i + 1) * size] for i in range(count)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    pairs=st.lists(st.tuples(st.integers(1, 40), st.floats(0.1, 10)), min_size=1, max_size=4),
+    seed=st.integers(0, 5),
+    budget=st.integers(4, 40),
+)
+def test_an_epoch_draws_by_weight_and_repeats_none_before_its_source_is_through(
+    pairs: list[tuple[int, float]], seed: int, budget: int
+) -> None:
+    sizes, weights = [n for n, _ in pairs], [w for _, w in pairs]
+    found = epochs(ExampleStream(mixture(sizes, weights), budget, seed), 3)
+    total = sum(sizes)
+    for epoch in found:
+        for source, weight in enumerate(weights):
+            share = sum(s == source for s, _ in epoch)
+            assert abs(share - total * weight / sum(weights)) < 1 + 1e-6
+    # Within an epoch documents are ordered by size; over epochs, of every document at most one pass more than of another.
+    times = Counter(document for epoch in found for document in epoch)
+    for source, size in enumerate(sizes):
+        counts = [times[source, number] for number in range(size)]
+        assert max(counts) - min(counts) <= 1
+
+
+def test_a_small_source_is_drawn_again_and_a_large_one_goes_on() -> None:
+    stream = ExampleStream(mixture([10, 90], [1.0, 1.0]), 40, 0)
+    first, second = epochs(stream, 2)
+    assert Counter(s for s, _ in first) == {0: 50, 1: 50}
+    assert {n for s, n in first if s == 0} == set(range(10))
+    large = [n for epoch in (first, second) for s, n in epoch if s == 1]
+    assert len(set(large)) == 90  # the second epoch began with those that the first had left
+    again, _ = epochs(ExampleStream(mixture([10, 90], [1.0, 1.0]), 40, 0), 2)
+    other, _ = epochs(ExampleStream(mixture([10, 90], [1.0, 1.0]), 40, 1), 2)
+    assert again == first and other != first
+
+
+def test_a_source_with_a_weight_needs_documents() -> None:
+    with pytest.raises(HSpecError, match="source 2 of 2 has a weight but no document"):
+        ExampleStream(mixture([3, 0], [1.0, 1.0]), 40, 0)
+
+
+# -- padding -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [256, 2048, 8192])
+def test_little_is_padding_at_lengths_as_they_are(budget: int) -> None:
+    """Prompts of 20 to 190 tokens, answers of up to 256, a third of which are cut there: what the target's answers look like."""
+    rng = np.random.default_rng(0)
+    prompts, answers = rng.integers(20, 190, 1500), np.minimum(256, rng.exponential(240, 1500).astype(int) + 3)
+    examples = [
+        Example(str(i), [1] * (p + a), [False] * p + [True] * a)
+        for i, (p, a) in enumerate(zip(prompts.tolist(), answers.tolist(), strict=True))
+    ]
+    stream = ExampleStream(examples, budget, 0)
+    padded = sum(stream.batch(step).tokens.numel() for step in range(stream.batches_per_epoch))
+    assert 0 <= 1 - int((prompts + answers).sum()) / padded < 0.03
+
+
+def test_documents_of_a_batch_ascend_in_length() -> None:
+    """The processes that share a batch take every other one, and so get about the same."""
+    stream = ExampleStream(documents(200), 200, seed=0)
+    for step in range(stream.batches_per_epoch):
+        lengths = stream.examples.lengths[list(stream.batch(step).documents)]
+        assert (np.diff(lengths) >= 0).all()

@@ -10,17 +10,19 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 
 from hspec.drafters.checkpoint import load_drafter
 from hspec.drafters.convert import convert
 from hspec.errors import HSpecError, UsageError
 from hspec.targets.sources import load_target
 from hspec.training.build import build
+from hspec.training.checkpoints import STATE_FILE, Checkpoints
 from hspec.training.config import GrowthStage
 from hspec.training.data import held_out_prompts, prepare_data
 from hspec.training.job import Job, override, read_job, shape
 from hspec.training.plan import RUN_FILE, check_run, plan
-from hspec.training.trainer import STATE_FILE
 from tests.saved import held_out_numbers, save_drafter_for, save_target, write_exchanges
 from tests.tiny import tiny_target
 
@@ -163,6 +165,11 @@ def test_where_a_run_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(UsageError, match="nothing to resume"):
         check_run(tmp_path, resume=True)
     (tmp_path / STATE_FILE).write_text("")
+    with pytest.raises(UsageError, match=r"state\.pt was written by an earlier version, .* with --init-from"):
+        check_run(tmp_path, resume=True)
+    with pytest.raises(UsageError, match="already holds a run: go on with --resume"):
+        check_run(tmp_path, resume=False)
+    Checkpoints(tmp_path).write(1, {})
     check_run(tmp_path, resume=True)
     with pytest.raises(UsageError, match="already holds a run: go on with --resume"):
         check_run(tmp_path, resume=False)
@@ -254,6 +261,19 @@ def test_a_job_is_built_saved_and_resumed(folder: Path, tmp_path: Path) -> None:
     assert drafter.max_draft == 3 and drafter.config.target.weight_hash
 
 
+def test_other_settings_are_noticed_before_data_is_prepared(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = build(job(folder), tmp_path / "run", False, quiet)
+    trainer.run(lambda _: None, lambda: trainer.step == 1)
+    other = job(folder).model_copy(update={"train": job(folder).train.model_copy(update={"seed": 3, "keep": 9})})
+    monkeypatch.setattr("hspec.training.build.prepare_data", lambda *_: pytest.fail("too late"))
+    with pytest.raises(
+        HSpecError, match=r"step-00000001 belongs to a run with other settings: seed was 0, is 3\. Put them back"
+    ):
+        build(other, tmp_path / "run", True, quiet)
+
+
 def test_the_block_that_is_saved_is_the_one_that_was_trained(folder: Path, tmp_path: Path) -> None:
     growth = [{"start": 0, "slots": 2, "density": 1}]
     trainer = build(job(folder, train={"steps": 1, "growth": growth}), tmp_path / "run", False, quiet)
@@ -330,3 +350,57 @@ def test_recipes_go_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert read_job(Path("qwen3-4b")).target == "mine"
     with pytest.raises(UsageError, match="cannot read the settings in qwen3-5b"):
         read_job(Path("qwen3-5b"))
+
+
+# -- several sources, and a server -------------------------------------------------------------------------------
+
+
+def test_sources_are_mixed_by_weight_and_share_one_split(folder: Path, tmp_path: Path) -> None:
+    """A prompt that two sources have in other words comes once, and is held out for both or for none."""
+    target = load_target(str(folder / "target"))
+    write_exchanges(tmp_path / "b.jsonl", 90)
+    text = (tmp_path / "b.jsonl").read_text().replace("what is the name", "WHAT is the  name")
+    (tmp_path / "b.jsonl").write_text(text)
+    sources = [{"source": str(folder / "data.jsonl"), "weight": 3}, {"source": str(tmp_path / "b.jsonl"), "weight": 1}]
+    said: list[str] = []
+    data = prepare_data(job(folder, data=sources, max_prompts=40), target, said.append)
+    held = held_out_numbers(90)
+    assert numbers(data.held_out, folder) == held and not numbers(data.train, folder) & held
+    assert data.train.weights == (3, 1) and data.train.sources.tolist().count(0) == 30 and len(data.train) == 40
+    assert any("60 duplicates" in line for line in said)
+    assert any(f"30 of {folder / 'data.jsonl'}, 10 of {tmp_path / 'b.jsonl'}" in line for line in said)
+    again = prepare_data(job(folder, data=sources, max_prompts=40), target, quiet)
+    assert again.train.fingerprint() == data.train.fingerprint()
+    with pytest.raises(HSpecError, match="has a weight but no prompt to train on"):
+        prepare_data(job(folder, data=[sources[0], {**sources[0], "source": str(folder / "data.jsonl")}]), target, quiet)
+
+
+def test_the_thinking_mode_is_known_to_the_template_or_refused(folder: Path) -> None:
+    target = load_target(str(folder / "target"))
+    with pytest.raises(UsageError, match=r"answers\.thinking: on, but the target's chat template has no enable_thinking"):
+        prepare_data(job(folder, own_answers=True, answers={"thinking": "on"}), target, quiet)
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ({"model": "x"}, "model and api_key_env are a server's"),
+        ({"server": "localhost:8000"}, "must begin with http:// or https://"),
+        ({"thinking": "maybe"}, "Input should be 'default', 'on' or 'off'"),
+        ({"server": "http://a", "concurrency": 0}, "greater than 0"),
+    ],
+)
+def test_settings_of_a_server_that_make_no_sense(answers: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Job.model_validate({"answers": answers})
+
+
+def test_a_drafter_that_cannot_end_a_turn_is_not_trained_on(folder: Path, tmp_path: Path) -> None:
+    target = load_target(str(folder / "target"))
+    start = save_drafter_for(target, tmp_path / "start")
+    weights = load_file(start / "drafter.safetensors")
+    name = next(n for n in weights if "draft_ids" in n)
+    weights[name] = weights[name] + 3  # ids from 3 on: no special token
+    save_file(weights, start / "drafter.safetensors")
+    with pytest.raises(UsageError, match="none of the target's EOS tokens"):
+        build(job(folder, init_from=str(start)), tmp_path / "run", False, quiet)

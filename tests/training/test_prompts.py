@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hspec.training.conversations import Conversation
-from hspec.training.prompts import CleaningReport, Prompt, clean_prompts, is_english
+from hspec.training.prompts import CleaningReport, Prompt, choose, clean_prompts, is_english, normalised
 
 
 def words(text: str) -> int:
@@ -93,3 +96,39 @@ def test_the_share_that_is_held_out_is_by_thousandths() -> None:
 )
 def test_english(text: str, english: bool) -> None:
     assert is_english(text) == english
+
+
+def test_prompts_are_chosen_by_weight_and_in_order() -> None:
+    prompts = [Prompt(f"{n:016x}", "", source=n % 2) for n in range(20)]
+    assert choose(prompts, None, (9.0, 1.0)) == prompts and choose(prompts, 3, None) == prompts[:3]
+    chosen = choose(prompts, 10, (4.0, 1.0))
+    assert chosen == sorted(chosen, key=lambda p: p.id)
+    for source, count in ((0, 8), (1, 2)):
+        assert [p for p in chosen if p.source == source] == [p for p in prompts if p.source == source][:count]
+    few = choose([p for p in prompts if p.source == 1 or p.id < f"{6:016x}"], 10, (4.0, 1.0))
+    assert [sum(p.source == s for p in few) for s in (0, 1)] == [3, 7]  # what the first does not have, the second gives
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60), st.text("ab ", max_size=6)), max_size=80))
+def test_no_held_out_prompt_begins_like_one_that_is_trained_on(rows: list[tuple[int, int, str]]) -> None:
+    """Across sources, whatever the order, with beginnings that differ in case and spaces, and ends that differ."""
+    starts = [f"what is the meaning of the number {n}? " + "please " * 12 for n in range(61)]
+    talks = [
+        replace(
+            Conversation.of([{"role": "user", "content": starts[n].upper() * (s % 2) + starts[n] * (1 - s % 2) + end}]),
+            source=s,
+        )
+        for s, n, end in rows
+    ]
+    prompts, _ = clean_prompts(talks, words, 3, 100)
+    sides: dict[bool, set[str]] = {True: set(), False: set()}
+    for prompt in prompts:
+        sides[prompt.held_out].add(normalised(prompt.text)[:100])
+    assert not sides[True] & sides[False]
+    assert len(prompts) == len({n for _, n, _ in rows})
+    assert all(conversations_have(talks, p) for p in prompts)
+
+
+def conversations_have(talks: list[Conversation], prompt: Prompt) -> bool:
+    return any(t.source == prompt.source and (t.first_user_turn or "").strip() == prompt.text for t in talks)

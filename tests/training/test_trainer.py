@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -14,12 +14,17 @@ from torch import Tensor
 from hspec.drafters.checkpoint import load_drafter
 from hspec.errors import HSpecError, UsageError
 from hspec.targets.target import Target
+from hspec.training.agenda import Agenda
+from hspec.training.checkpoints import STATE_FILE, Checkpoints
 from hspec.training.config import GrowthStage, TrainConfig, default_growth
+from hspec.training.divergence import DIVERGED_FILE
+from hspec.training.loss import LossSums
+from hspec.training.optimiser import learning_rate
 from hspec.training.trackers import LOG_FILE
-from hspec.training.trainer import STATE_FILE, Trainer
+from hspec.training.trainer import BEST, Trainer
 from hspec.training.validation import Meter
 from tests.tiny import tiny_target
-from tests.training.helpers import documents, settings, small_config, trainer_for
+from tests.training.helpers import settings, small_config, trainer_for
 from tests.training.test_objective import Largest
 
 
@@ -37,10 +42,14 @@ def run(trainer: Trainer, until: int) -> Trainer:
 def everything(trainer: Trainer) -> dict[str, Tensor]:
     """Weights, averages and the optimiser's memory, by name."""
     out = {f"weight {n}": p.detach() for n, p in trainer.drafter.named_parameters()}
-    out |= {f"ema {n}": p for n, p in trainer.ema.items()}
-    for index, memory in trainer.optimiser.state_dict()["state"].items():
+    out |= {f"ema {n}": p for n, p in trainer.learner.ema.items()}
+    for index, memory in trainer.learner.optimiser.state_dict()["state"].items():
         out |= {f"optimiser {index} {n}": torch.as_tensor(v) for n, v in memory.items()}
     return out
+
+
+def untimed(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in ("seconds", "blocks_per_second")}
 
 
 def same(one: Trainer, two: Trainer) -> None:
@@ -81,42 +90,66 @@ def test_validation_and_saving_do_not_disturb_a_run(target: Target, tmp_path: Pa
 
 def test_the_state_must_fit(target: Target, tmp_path: Path) -> None:
     run(trainer_for(target, tmp_path), 1).save()
-    with pytest.raises(HSpecError, match="a run with other settings"):
-        trainer_for(target, tmp_path, settings(learning_rate=1e-4)).resume()
+    with pytest.raises(
+        HSpecError, match=r"other settings: learning_rate was 0\.003, is 0\.0001; ema was 0\.9, is 0\.5\. Put them back"
+    ):
+        trainer_for(target, tmp_path, settings(learning_rate=1e-4, ema=0.5)).resume()
     with pytest.raises(HSpecError, match="does not fit the drafter"):
         trainer_for(target, tmp_path, fusion_rank=12).resume()
-    with pytest.raises(HSpecError, match="another draft vocabulary"):
+    with pytest.raises(HSpecError, match="the hash of the draft vocabulary was"):
         trainer_for(target, tmp_path, draft_vocab=150).resume()
-    other = trainer_for(target, tmp_path)
-    other.stream = type(other.stream)(documents(11), 80, 0)
-    with pytest.raises(HSpecError, match=r"the training data is not what the run in .* began with"):
-        other.resume()
+    with pytest.raises(
+        HSpecError, match=r"the hash of the training data was [0-9a-f]+ when the run began, and is [0-9a-f]+ now: bring it back"
+    ):
+        trainer_for(target, tmp_path, count=11).resume()
+    with pytest.raises(HSpecError, match=r"the hash of the target's weights was [0-9a-f]+ when the run began"):
+        trainer_for(tiny_target(layers=3, hidden=48, seed=1), tmp_path).resume()
     with pytest.raises(UsageError, match="nothing to resume"):
         trainer_for(target, tmp_path / "elsewhere").resume()
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"PK" + bytes(200)])
-def test_a_damaged_state_says_what_to_do(target: Target, tmp_path: Path, damage: Any) -> None:
+def test_what_computes_nothing_may_change(target: Target, tmp_path: Path) -> None:
     run(trainer_for(target, tmp_path), 1).save()
-    path = tmp_path / STATE_FILE
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(HSpecError, match=r"state\.pt is damaged \(.+\): train on from the drafter beside it, with --init-from"):
-        trainer_for(target, tmp_path).resume()
+    other = trainer_for(target, tmp_path, settings(save_minutes=1, validate_minutes=2, keep=7))
+    other.resume()
+    assert other.step == 1
+
+
+def test_what_was_measured_since_the_last_report_is_not_lost(target: Target, tmp_path: Path) -> None:
+    reports: list[list[dict[str, Any]]] = []
+    for name, stops in (("whole", (8,)), ("parts", (3, 6, 8))):
+        reports.append([])
+        for stop in stops:
+            trainer = trainer_for(target, tmp_path / name)
+            if trainer.checkpoints.steps():
+                trainer.resume()
+            trainer.run(reports[-1].append, lambda trainer=trainer, stop=stop: trainer.step == stop)
+    assert [untimed(r) for r in reports[0]] == [untimed(r) for r in reports[1]]
+    assert [r["kind"] for r in reports[0]] == ["train", "held-out"]
+
+
+def test_a_run_that_is_done_is_left_as_it_is(target: Target, tmp_path: Path) -> None:
+    trainer_for(target, tmp_path).run(lambda _: None)
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
+    again = trainer_for(target, tmp_path)
+    again.resume()
+    again.run(lambda _: None)
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
 
 
 # -- a full disk -------------------------------------------------------------------------------------------------
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in folder.iterdir()}
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def full(*_: Any, **__: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-def partly_written(state: Any, path: Path) -> None:
-    path.write_bytes(b"half a state")
+def partly_written(state: Any, file: BinaryIO) -> None:
+    file.write(b"half a state")
     full()
 
 
@@ -134,7 +167,8 @@ def test_a_full_disk_leaves_the_previous_state(target: Target, tmp_path: Path, m
         patch.setattr("torch.save", partly_written)
         with pytest.raises(HSpecError, match=r"cannot write the training state .*: No space left on device\. The last one is"):
             trainer.save()
-    assert snapshot(tmp_path)[STATE_FILE] == before[STATE_FILE] and snapshot(tmp_path).keys() == before.keys()
+    state = f"checkpoints/step-00000002/{STATE_FILE}"
+    assert snapshot(tmp_path)[state] == before[state] and snapshot(tmp_path).keys() == before.keys()
     again = trainer_for(target, tmp_path)
     again.resume()
     assert again.step == 2
@@ -167,7 +201,7 @@ def test_only_matrices_decay_and_only_the_causal_head_is_faster(target: Target, 
     names = {id(p): n for n, p in trainer.drafter.named_parameters()}
     decays: dict[str, float] = {}
     factors: dict[str, float] = {}
-    for group in trainer.optimiser.param_groups:
+    for group in trainer.learner.optimiser.param_groups:
         for p in group["params"]:
             decays[names[id(p)]], factors[names[id(p)]] = group["weight_decay"], group["factor"]
     assert decays.keys() == set(names.values())  # each once, none forgotten
@@ -211,17 +245,17 @@ def test_validation_restores_weights_and_mode(target: Target, tmp_path: Path, mo
 def test_validation_uses_the_averaged_weights(target: Target, tmp_path: Path) -> None:
     trainer = run(trainer_for(target, tmp_path), 3)
     averaged = trainer.validate()["loss"]
-    trainer.ema = {n: p.detach().clone() for n, p in trainer.drafter.named_parameters()}
+    trainer.learner.ema = {n: p.detach().clone() for n, p in trainer.drafter.named_parameters()}
     assert trainer.validate()["loss"] != averaged
 
 
 def test_the_average_follows_the_weights(target: Target, tmp_path: Path) -> None:
     trainer = trainer_for(target, tmp_path)
-    start = trainer.ema["norm.weight"].clone()
+    start = trainer.learner.ema["norm.weight"].clone()
     trainer.train_step()
     decay = min(0.9, 2 / 11)
     expected = start * decay + trainer.drafter.norm.weight.detach() * (1 - decay)
-    assert torch.allclose(trainer.ema["norm.weight"], expected, atol=1e-6)
+    assert torch.allclose(trainer.learner.ema["norm.weight"], expected, atol=1e-6)
 
 
 def test_what_is_saved_is_a_drafter_with_the_averaged_weights(target: Target, tmp_path: Path) -> None:
@@ -229,17 +263,39 @@ def test_what_is_saved_is_a_drafter_with_the_averaged_weights(target: Target, tm
     trainer.save()
     loaded = load_drafter(tmp_path, target)
     for name, p in loaded.named_parameters():
-        assert torch.equal(p, trainer.ema[name]), name
+        assert torch.equal(p, trainer.learner.ema[name]), name
     assert loaded.max_draft == 3
     assert not torch.equal(loaded.norm.weight, trainer.drafter.norm.weight)
 
 
-def test_diverging_is_an_error_and_not_a_silent_nan(target: Target, tmp_path: Path) -> None:
-    trainer = trainer_for(target, tmp_path)
-    with torch.no_grad():
-        trainer.drafter.norm.weight.fill_(math.nan)
-    with pytest.raises(HSpecError, match="step 0: the gradients are not finite"):
-        trainer.train_step()
+@pytest.mark.parametrize("what", ["losses", "gradients"])
+def test_diverging_names_the_batch_and_keeps_what_is_there(
+    target: Target, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = run(trainer_for(target, tmp_path), 2)
+    trainer.save()
+    before, weights = snapshot(tmp_path), {n: t.clone() for n, t in everything(trainer).items()}
+    make = trainer.learner.loss
+
+    def broken(*given: Any) -> tuple[Tensor, LossSums]:
+        total, sums = make(*given)
+        # A sum of 0 whose derivative is infinite, or one that is no number.
+        return total + (math.nan if what == "losses" else (trainer.drafter.norm.weight * 0).sum().sqrt()), sums
+
+    monkeypatch.setattr(trainer.learner, "loss", broken)
+    with pytest.raises(
+        HSpecError, match=rf"step 2: the {what} of the documents 0-\d+, .* are not finite .*diverged\.json names all"
+    ):
+        trainer.run(lambda _: None)
+    after = snapshot(tmp_path)
+    record = json.loads(after.pop(DIVERGED_FILE))
+    ids = [trainer.stream.examples[i].id for i in trainer.stream.batch(2).documents]
+    assert record["step"] == 2 and record["not finite"] == what
+    assert [(p["rank"], p["documents"]) for p in record["processes"]] == [(0, ids)]
+    assert after == before and all(torch.equal(t, weights[n]) for n, t in everything(trainer).items())
+    again = trainer_for(target, tmp_path)
+    again.resume()
+    assert again.step == 2
 
 
 def test_memory_of_a_step_does_not_grow_with_the_logits(target: Target, tmp_path: Path) -> None:
@@ -263,26 +319,21 @@ def test_memory_of_a_step_does_not_grow_with_the_logits(target: Target, tmp_path
 # -- schedules ---------------------------------------------------------------------------------------------------
 
 
-def at(trainer: Trainer, step: int) -> float:
-    trainer.step = step
-    return trainer._learning_rate()
-
-
-def test_learning_rate(target: Target, tmp_path: Path) -> None:
-    trainer = trainer_for(target, tmp_path, settings(steps=100, warmup_steps=10, learning_rate=1.0, final_learning_rate=0.1))
-    assert at(trainer, 0) == pytest.approx(0.1) and at(trainer, 9) == pytest.approx(1.0)
-    assert at(trainer, 10) == pytest.approx(1.0) and at(trainer, 55) == pytest.approx(0.55)
-    assert at(trainer, 100) == pytest.approx(0.1) and at(trainer, 200) == pytest.approx(0.1)
-    assert all(at(trainer, s) >= at(trainer, s + 1) for s in range(10, 99))
-    assert at(trainer_for(target, tmp_path, settings(warmup_steps=0, learning_rate=2.0)), 0) == pytest.approx(2.0)
-    longer = trainer_for(target, tmp_path, settings(steps=4, warmup_steps=8, learning_rate=1.0))
-    assert [at(longer, s) for s in range(4)] == pytest.approx([1 / 8, 2 / 8, 3 / 8, 4 / 8])
+def test_learning_rate() -> None:
+    config = settings(steps=100, warmup_steps=10, learning_rate=1.0, final_learning_rate=0.1)
+    rates = [learning_rate(config, step) for step in range(201)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == rates[10] == pytest.approx(1.0) and rates[55] == pytest.approx(0.55)
+    assert rates[100] == rates[200] == pytest.approx(0.1)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert learning_rate(settings(warmup_steps=0, learning_rate=2.0), 0) == pytest.approx(2.0)
+    longer = settings(steps=4, warmup_steps=8, learning_rate=1.0)
+    assert [learning_rate(longer, s) for s in range(4)] == pytest.approx([1 / 8, 2 / 8, 3 / 8, 4 / 8])
 
 
 def test_the_causal_heads_rate_is_a_multiple(target: Target, tmp_path: Path) -> None:
     trainer = trainer_for(target, tmp_path, settings(learning_rate=1.0, warmup_steps=2, head_learning_rate=5.0))
     trainer.train_step()
-    assert sorted({group["lr"] for group in trainer.optimiser.param_groups}) == pytest.approx([0.5, 2.5])
+    assert sorted({group["lr"] for group in trainer.learner.optimiser.param_groups}) == pytest.approx([0.5, 2.5])
 
 
 @pytest.mark.parametrize(
@@ -350,6 +401,28 @@ def test_a_run_without_held_out_documents_reports_training_only(target: Target, 
     trainer.run(reports.append)
     assert [r["kind"] for r in reports] == ["train"]
     assert trainer.validate() == {}
+
+
+def test_the_best_average_is_kept_as_a_drafter(target: Target, tmp_path: Path) -> None:
+    trainer = run(trainer_for(target, tmp_path), 3)
+    first, kept = trainer.validate(), {n: w.clone() for n, w in trainer.learner.average().items()}
+    assert trainer.best == first["tau_sampling"] > 1
+    for average in trainer.learner.ema.values():
+        average.mul_(0.5)
+    assert trainer.validate()["tau_sampling"] < trainer.best
+    best = load_drafter(tmp_path / BEST, target)
+    assert all(torch.equal(p, kept[name]) for name, p in best.named_parameters())
+    trainer.save()
+    again = trainer_for(target, tmp_path)
+    again.resume()
+    assert again.best == trainer.best
+
+
+def test_states_and_the_best_are_kept_as_settings_say(target: Target, tmp_path: Path) -> None:
+    config = settings(keep=3)
+    trainer_for(target, tmp_path, config).run(lambda _: None, agenda=Agenda({"report": 1e9, "validate": 1e9, "save": -1.0}))
+    assert Checkpoints(tmp_path).steps() == [6, 7, 8]
+    assert {p.name for p in tmp_path.iterdir()} == {"best", "checkpoints", "config.json", "drafter.safetensors", "log.jsonl"}
 
 
 def test_stopping_saves(target: Target, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -50,56 +50,75 @@ def train(
     seed: Annotated[int | None, typer.Option(help="Of initialisation, order and anchors.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, exactly where it stopped.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and stop.")] = False,
+    shard: Annotated[
+        bool,
+        typer.Option("--shard", help="Of several processes each keeps a share of the drafter (FSDP2), not all of it (DDP)."),
+    ] = False,
     device: DeviceOption = "cpu",
     threads: ThreadsOption = None,
 ) -> None:
-    """Train a drafter, H-Spec or another method. Ctrl-C saves; --resume goes on.
+    """Train a drafter, H-Spec or another method. Ctrl-C saves; --resume goes on. Under accelerate launch or torchrun: docs/distributed.md.
 
     Examples:  hspec train --out my-drafter --steps 2000   |   hspec train --config first-run.yaml --dry-run
-    |   hspec train --out my-drafter --resume
+    |   hspec train --out my-drafter --resume   |   accelerate launch -m hspec.cli train --device cuda --out my-drafter
     """
     import torch
 
     from hspec.training.build import build
-    from hspec.training.job import Job, override, read_job
-    from hspec.training.plan import RUN_FILE, check_run
     from hspec.training.plan import plan as plan_of
+    from hspec.training.processes import Processes
     from hspec.training.progress import run_with_progress
 
+    processes = Processes.launched(device)
+    if shard and processes.count == 1:
+        raise UsageError("--shard: there is one process, which has all of the drafter: start several (docs/distributed.md)")
     if threads:
         torch.set_num_threads(threads)
-    check_device(device)
-    if resume:
-        given = {
-            "--config": config, "--target": target, "--preset": preset, "--method": method, "--data": data, "--own-answers": own_answers,
-            "--max-prompts": max_prompts, "--init-from": init_from, "--steps": steps, "--precision": precision, "--seed": seed,
-        }  # fmt: skip
-        if any(value is not None for value in given.values()):
-            names = ", ".join(name for name, value in given.items() if value is not None)
-            raise UsageError(f"--resume takes the settings saved in {out}: leave out {names}")
-        check_run(out, resume)
-        settings = read_job(out / RUN_FILE)
-    else:
-        settings = read_job(config) if config else Job()
-        settings = override(
-            settings, target=target, preset=preset, method=method, data=data, own_answers=own_answers, max_prompts=max_prompts,
-            init_from=init_from, train={"steps": steps, "precision": precision, "seed": seed},
-        )  # fmt: skip
-    console = Console(highlight=False)
-    table = Table(title="plan", show_header=False)
-    for name, line in plan_of(settings, out, resume).lines.items():
-        table.add_row(name, escape(line))
-    console.print(table)
+    processes.together(lambda: check_device(str(processes.device)))
+    given = {
+        "config": config, "target": target, "preset": preset, "method": method, "data": data, "own_answers": own_answers,
+        "max_prompts": max_prompts, "init_from": init_from, "steps": steps, "precision": precision, "seed": seed,
+    }  # fmt: skip
+    settings = processes.together(lambda: _settings(out, resume, given))
+    console = Console(highlight=False, quiet=not processes.main)
+    how = "1" if processes.count == 1 else f"{processes.count}, {'FSDP2' if shard else 'DDP'}, on {processes.device.type}"
+    processes.on_main(lambda: _show_plan(plan_of(settings, out, resume).lines | {"processes": how}, console))
     if dry_run:
         return
     try:
-        trainer = build(settings, out, resume, lambda line: console.print(f"[dim]{escape(line)}[/dim]"), device)
+        trainer = build(settings, out, resume, lambda line: console.print(f"[dim]{escape(line)}[/dim]"), processes, shard)
     except KeyboardInterrupt:
-        print(
-            "hspec: interrupted before training; answers so far are kept, the same command goes on with them", file=sys.stderr
-        )
+        if processes.main:
+            print(
+                "hspec: interrupted before training; answers so far are kept, the same command goes on with them",
+                file=sys.stderr,
+            )
         raise typer.Exit(130) from None
     run_with_progress(trainer, console)
+    processes.close()
+
+
+def _settings(out: Path, resume: bool, given: dict[str, Any]) -> Any:
+    """The job: as it was saved if it is resumed, or from a file and the options that were given."""
+    from hspec.training.job import Job, override, read_job
+    from hspec.training.plan import RUN_FILE, check_run
+
+    if resume:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None)
+        if names:
+            raise UsageError(f"--resume takes the settings saved in {out}: leave out {names}")
+        check_run(out, resume)
+        return read_job(out / RUN_FILE)
+    config = given.pop("config")
+    train = {name: given.pop(name) for name in ("steps", "precision", "seed")}
+    return override(read_job(config) if config else Job(), train, **given)
+
+
+def _show_plan(lines: dict[str, str], console: Console) -> None:
+    table = Table(title="plan", show_header=False)
+    for name, line in lines.items():
+        table.add_row(name, escape(line))
+    console.print(table)
 
 
 @app.command()

@@ -33,11 +33,12 @@ from hspec.files import reason, write_text
 from hspec.targets.sources import load_target
 from hspec.targets.target import Target
 from hspec.training.build import new_drafter, training_target
+from hspec.training.checkpoints import holds_run
 from hspec.training.data import Data, Say, prepare_data
 from hspec.training.job import Job
 from hspec.training.shape import explain
 from hspec.training.trackers import LOG_FILE
-from hspec.training.trainer import STATE_FILE, Trainer
+from hspec.training.trainer import Trainer
 
 STUDY_FILE, RESULT_FILE = "study.yaml", "study.json"
 EVALUATION = "evaluation"
@@ -196,7 +197,7 @@ def _train(
     own = piece.folder(folder)
     train = study.job.train.model_copy(update={"seed": piece.seed})
     job = study.job.model_copy(update={"method": piece.method, "train": train})
-    begun = (own / STATE_FILE).exists()
+    begun = holds_run(own)
     trainer = Trainer(train, target, new_drafter(job, target, data), data.train, data.held_out, own)
     if begun:
         trainer.resume()

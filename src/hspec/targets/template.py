@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hspec.errors import HSpecError, UsageError
@@ -24,6 +24,8 @@ class ChatTemplate:
     tokenizer: Any
     prepend_bos: int | None = None
     extra_eos: frozenset[int] = frozenset()
+    options: dict[str, Any] = field(default_factory=dict)
+    """What the template is told besides the messages (``enable_thinking``, say); it ignores what it does not know."""
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -46,7 +48,7 @@ class ChatTemplate:
             raise UsageError("this target's tokenizer has no chat template: pass a plain prompt (--raw) instead")
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=generate, tools=tools
+                list(messages), tokenize=False, add_generation_prompt=generate, tools=tools, **self.options
             )
         except Exception as error:  # jinja raises whatever the template's author chose
             raise HSpecError(f"the chat template refuses these messages: {error}") from error

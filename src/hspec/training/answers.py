@@ -1,8 +1,7 @@
-"""Letting the target write its own answers.
+"""Answers of the target to prompts, in a file that grows: who wrote them, how, and which are missing.
 
-A drafter is to guess what the target says, so it is trained on what the target says. Prompts are answered in one large,
-continuously refilled batch; every finished answer is appended to a JSONL file at once, so an interrupted run goes on where
-it was.
+A drafter is to guess what the target says, so it is trained on what the target says. Every finished answer is appended to a JSONL
+file at once, so an interrupted run goes on where it was; a JSON file beside it tells how all of them were drawn.
 """
 
 from __future__ import annotations
@@ -10,18 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
-import torch
-from torch import Tensor
-
-from hspec.decoding.randomness import Purpose, sample, uniform
-from hspec.errors import HSpecError
-from hspec.files import drop_cut_line, reason
+from hspec.errors import HSpecError, UsageError
+from hspec.files import drop_cut_line, reason, write_text
 from hspec.targets.target import Target
+from hspec.targets.template import ChatTemplate
 from hspec.training.prompts import Prompt
+
+Thinking = Literal["default", "on", "off"]
 
 
 @dataclass(frozen=True)
@@ -33,27 +31,67 @@ class AnswerSettings:
     max_prompt_tokens: int = 320
     seed: int = 0
     batch: int = 128
+    """How many the embedded engine draws at once."""
+    thinking: Thinking = "default"
+    """What the chat template is told (see :func:`thinking_template`)."""
+    model: str | None = None
+    """The name that a server has for the target; None if it is run here."""
+
+    @property
+    def deciding(self) -> dict[str, Any]:
+        """What decides an answer besides target and prompt. What is as it was before there was a choice is left out."""
+        names = ("temperatures", "max_tokens", "seed")
+        return {name: getattr(self, name) for name in names} | {
+            name: getattr(self, name) for name in ("thinking", "model") if getattr(self, name) != getattr(AnswerSettings, name)
+        }
 
     @property
     def key(self) -> str:
-        """What decides an answer besides target and prompt, as 8 hex digits: answers drawn otherwise are kept apart."""
-        deciding = {"temperatures": self.temperatures, "max_tokens": self.max_tokens, "seed": self.seed}
-        return hashlib.sha256(json.dumps(deciding).encode()).hexdigest()[:8]
+        """8 hex digits of what decides an answer: answers drawn otherwise are kept apart."""
+        return hashlib.sha256(json.dumps(self.deciding).encode()).hexdigest()[:8]
 
     def temperature(self, prompt: Prompt) -> float:
         return self.temperatures[int(prompt.id[8:16], 16) % len(self.temperatures)]
 
 
-@dataclass
-class _Row:
-    prompt: Prompt
-    prompt_ids: list[int]
-    answer: list[int]
-    anchor: int
+class Answerer(Protocol):
+    """Lets the target answer, here or elsewhere."""
+
+    template: ChatTemplate
+    """With which the prompts are rendered."""
+
+    def __call__(self, prompts: Sequence[Prompt], settings: AnswerSettings) -> Iterator[dict[str, Any]]:
+        """Records ``id``, ``messages``, ``finish``, ``temperature``, ``prompt_tokens`` and ``tokens``, as they are finished. Prompts
+        that are too long have none."""
+        ...
+
+
+def thinking_template(template: ChatTemplate, thinking: Thinking) -> ChatTemplate:
+    """The template with its ``enable_thinking`` set, or as it is by default.
+
+    Raises:
+        UsageError: the template has no such switch.
+    """
+    if thinking == "default":
+        return template
+    if "enable_thinking" not in (template.tokenizer.chat_template or ""):
+        raise UsageError(f"answers.thinking: {thinking}, but the target's chat template has no enable_thinking: leave it out")
+    return replace(template, options={"enable_thinking": thinking == "on"})
+
+
+def short_prompts(
+    target: Target, template: ChatTemplate, prompts: Sequence[Prompt], longest: int
+) -> Iterator[tuple[Prompt, list[int]]]:
+    """Those prompts that have ``longest`` tokens at most, and leave room for an answer, with their tokens."""
+    longest = min(longest, target.max_positions - 2)
+    for prompt in prompts:
+        ids = template.encode([{"role": "user", "content": prompt.text}])
+        if len(ids) <= longest:
+            yield prompt, ids
 
 
 def write_answers(
-    target: Target,
+    answerer: Answerer,
     prompts: Sequence[Prompt],
     path: Path,
     settings: AnswerSettings,
@@ -62,14 +100,18 @@ def write_answers(
     """Answer every prompt that ``path`` does not hold yet; returns how many were answered now.
 
     ``on_answer(answers, tokens)`` is called with the running totals.
+
+    Raises:
+        HSpecError: the file holds answers that were drawn otherwise, is damaged or cannot be written. What was written is kept.
     """
-    done = answered_ids(path)
-    todo = [p for p in prompts if p.id not in done]
     answers = tokens = 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _note(path.with_suffix(".json"), answerer.template.hash, settings)
+        done = answered_ids(path)
+        todo = [p for p in prompts if p.id not in done]
         with path.open("a", encoding="utf-8") as file:
-            for record in _answer(target, todo, settings):
+            for record in answerer(todo, settings):
                 file.write(json.dumps(record) + "\n")
                 file.flush()
                 answers, tokens = answers + 1, tokens + len(record["tokens"])
@@ -80,6 +122,26 @@ def write_answers(
             f"cannot write answers to {path}: {reason(error)}. What was written is kept; free some space and go on"
         ) from error
     return answers
+
+
+def _note(path: Path, template_hash: str, settings: AnswerSettings) -> None:
+    """Leave a record of how the answers are drawn, or compare with the one that is there."""
+    record = json.loads(json.dumps(asdict(settings) | {"template": template_hash}))
+    if not path.exists():
+        write_text(path, json.dumps(record, indent=2) + "\n")
+        return
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        other = [name for name in (*settings.deciding, "thinking", "model", "template") if before.get(name) != record[name]]
+    except (OSError, ValueError, AttributeError) as error:
+        raise HSpecError(
+            f"cannot read how the answers beside {path} were drawn ({reason(error)}): move both files away"
+        ) from error
+    if other:
+        shown = ", ".join(f"{name} {before.get(name)!r}, now {record[name]!r}" for name in dict.fromkeys(other))
+        raise HSpecError(
+            f"the answers beside {path} were drawn otherwise ({shown}): move both files away, or take the same settings"
+        )
 
 
 def answered_ids(path: Path) -> set[str]:
@@ -99,83 +161,3 @@ def answered_ids(path: Path) -> set[str]:
         except (ValueError, KeyError, TypeError) as error:
             raise HSpecError(f"{path}, line {number}: not an answer record ({error!r}): remove that line") from error
     return ids
-
-
-@torch.no_grad()
-def _answer(target: Target, prompts: Sequence[Prompt], settings: AnswerSettings) -> Iterator[dict[str, Any]]:
-    """The batch: rows in use are a prefix of the cache's rows; a finished row is refilled, or closed by the last one."""
-    queue, batch = _tokenised(target, prompts, settings), min(settings.batch, len(prompts))
-    cache = target.new_cache(batch, min(settings.max_prompt_tokens + settings.max_tokens, target.max_positions))
-    rows: list[_Row] = []
-    while True:
-        while len(rows) < batch and (following := next(queue, None)) is not None:
-            rows.append(_admit(target, cache.rows(len(rows), len(rows) + 1), *following, settings))
-            cache.lengths[len(rows) - 1] = len(rows[-1].prompt_ids)
-        if not rows:
-            return
-        for index in range(len(rows) - 1, -1, -1):
-            row = rows[index]
-            row.answer.append(row.anchor)
-            ended = row.anchor in target.eos_ids
-            if ended or len(row.answer) == min(settings.max_tokens, target.max_positions - len(row.prompt_ids)):
-                yield _record(target, row, settings, "stop" if ended else "length")
-                last = len(rows) - 1
-                if index != last:
-                    cache.move_row(last, index)
-                    rows[index] = rows[last]
-                rows.pop()
-        if rows:
-            _step(target, cache, rows, settings)
-
-
-def _tokenised(target: Target, prompts: Sequence[Prompt], settings: AnswerSettings) -> Iterator[tuple[Prompt, list[int]]]:
-    """Those prompts that are short enough, and leave room for an answer."""
-    longest = min(settings.max_prompt_tokens, target.max_positions - 2)
-    for prompt in prompts:
-        ids = target.template.encode([{"role": "user", "content": prompt.text}])
-        if len(ids) <= longest:
-            yield prompt, ids
-
-
-def _admit(target: Target, row_cache: Any, prompt: Prompt, ids: list[int], settings: AnswerSettings) -> _Row:
-    row_cache.lengths = [0]
-    output = target.prefill(torch.tensor([ids], device=target.device), row_cache)
-    row = _Row(prompt, ids, [], 0)
-    row.anchor = int(_draw(target.logits(output.hidden[:, -1]), [row], settings)[0])
-    return row
-
-
-def _step(target: Target, cache: Any, rows: list[_Row], settings: AnswerSettings) -> None:
-    used = cache.rows(0, len(rows))
-    output = target.forward(torch.tensor([[row.anchor] for row in rows], device=target.device), used)
-    used.advance([1] * len(rows))
-    cache.lengths[: len(rows)] = used.lengths
-    for row, token in zip(rows, _draw(target.logits(output.hidden[:, -1]), rows, settings).tolist(), strict=True):
-        row.anchor = token
-
-
-def _draw(logits: Tensor, rows: list[_Row], settings: AnswerSettings) -> Tensor:
-    temperatures = torch.tensor([settings.temperature(row.prompt) for row in rows], device=logits.device)
-    greedy = temperatures == 0
-    scaled = logits / temperatures.masked_fill(greedy, 1.0)[:, None]
-    u = torch.tensor(
-        [uniform(settings.seed ^ int(row.prompt.id, 16), len(row.answer), Purpose.TARGET) for row in rows],
-        dtype=torch.float64,
-        device=logits.device,
-    )
-    return torch.where(greedy, logits.argmax(-1), sample(scaled.softmax(-1), u))
-
-
-def _record(target: Target, row: _Row, settings: AnswerSettings, finish: str) -> dict[str, Any]:
-    answer = row.answer[:-1] if finish == "stop" else row.answer
-    return {
-        "id": row.prompt.id,
-        "messages": [
-            {"role": "user", "content": row.prompt.text},
-            {"role": "assistant", "content": target.tokenizer.decode(answer)},
-        ],
-        "finish": finish,
-        "temperature": settings.temperature(row.prompt),
-        "prompt_tokens": row.prompt_ids,
-        "tokens": row.answer,
-    }

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hspec.drafters.context import DraftContext
 from hspec.drafters.drafter import Drafter
 from hspec.targets.cache import KVView
+from hspec.training.apportion import apportion
 from hspec.training.examples import Batch
 from hspec.training.features import Features
 
@@ -24,8 +28,28 @@ class Anchors:
     """``[B, N]`` bool."""
 
 
-def draw_anchors(batch: Batch, density: float, generator: torch.Generator) -> Anchors:
-    """Random anchors without replacement, ``density`` of every document's candidates.
+def anchor_counts(candidates: Sequence[int] | np.ndarray, density: float, cap: int | None = None) -> np.ndarray:
+    """How many anchors each document of a batch gets, ``[B]``: one first, if it has a candidate, then half of the others in proportion to
+    the candidates and half to all alike, as far as each has them. So a short document is not lost beside long ones, and a long one is
+    still worth more.
+
+    All together they are ``density`` of the batch's candidates, rounded up, and one for each document at least.
+
+    Args:
+        candidates: ``[B]``. cap: at most so many in one document; fewer are drawn where no other document has room.
+    """
+    has = np.asarray(candidates, dtype=np.int64)
+    if not has.any():
+        return has
+    room = has if cap is None else np.minimum(has, cap)
+    first = (room > 0).astype(np.int64)
+    total = math.ceil(density * int(has.sum()) - 1e-9)
+    weights = has / has.sum() + first / first.sum()
+    return first + apportion(max(0, total - int(first.sum())), weights, room - first)
+
+
+def draw_anchors(batch: Batch, density: float, generator: torch.Generator, cap: int | None = None) -> Anchors:
+    """Random anchors without replacement, as many a document as :func:`anchor_counts` says.
 
     A candidate is a token with a token before it (whose hidden state seeds the block) and a supervised token behind it. One
     row is one document, so a block, its anchor and its anchor - 1 lie in one document.
@@ -33,7 +57,7 @@ def draw_anchors(batch: Batch, density: float, generator: torch.Generator) -> An
     candidates = batch.supervised[:, 1:].clone()
     candidates[:, 0] = False  # position 0 has no token before it
     scores = torch.rand(candidates.shape, generator=generator).masked_fill(~candidates, 2.0)
-    counts = (candidates.sum(1).float() * density).ceil().long()
+    counts = torch.from_numpy(anchor_counts(candidates.sum(1).numpy(), density, cap))
     width = max(1, int(counts.max()))
     order = scores.argsort(1)[:, :width]
     valid = torch.arange(order.shape[1])[None, :] < counts[:, None]

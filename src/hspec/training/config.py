@@ -27,6 +27,8 @@ class TrainConfig(Strict):
     """Padded document tokens a step."""
     max_tokens: int = Field(1024, gt=1)
     """Longer documents are cut."""
+    anchor_cap: int | None = Field(None, gt=0)
+    """At most so many anchors in one document a step; None leaves it to the density (see :func:`hspec.training.blocks.anchor_counts`)."""
     learning_rate: float = Field(1e-3, gt=0)
     final_learning_rate: float = Field(0.05, ge=0, le=1)
     """As a fraction of the peak."""
@@ -67,6 +69,8 @@ class TrainConfig(Strict):
     """What the target leaves of a document: run anew every time, or kept in half precision from the first time."""
     seed: int = Field(0, ge=0, lt=2**40)
     save_minutes: float = Field(5.0, gt=0)
+    keep: int = Field(2, gt=0)
+    """How many of the last saved states."""
     validate_minutes: float = Field(10.0, gt=0)
     validate_tokens: int = Field(16384, gt=0)
     """Held-out tokens that a validation looks at, at most; it always takes the same ones, and one document at least."""

@@ -1,4 +1,4 @@
-"""Reading conversations from the files that people have.
+"""Reading conversations from the files that people have, one by one: only those that are kept take memory.
 
 Three layouts, told apart by what is in them, never by the file's name alone:
 
@@ -12,10 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from hspec.errors import HSpecError, UsageError
 from hspec.files import reason
@@ -32,7 +32,14 @@ _SHAREGPT_ROLES = {
 }
 _ROLES = ("system", "user", "assistant", "tool")
 _ARRAY = re.compile(r"\s*\[\s*(\{|\]|$)")
+_BETWEEN = re.compile(r"[ \t\r\n,]*")
 _RECORD_START = re.compile(r'\{\s*"(id|conversations|messages|prompt|turns)"\s*:')
+
+
+_CHUNK = 1 << 20
+"""Characters that are read at once."""
+_HOPELESS = 1000
+"""After so many bad records without a good one, a file is not read to its end."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,8 @@ class Conversation:
 
     id: str
     messages: tuple[dict[str, str], ...]
+    source: int = 0
+    """Which of a job's sources it comes from."""
 
     @staticmethod
     def of(messages: list[dict[str, str]], id: str | None = None) -> Conversation:
@@ -59,7 +68,7 @@ class Conversation:
 
 @dataclass
 class ReadReport:
-    """What a file gave, and what it did not."""
+    """What a file gave, and what it did not; complete when it has been read to its end."""
 
     path: str
     conversations: int = 0
@@ -78,83 +87,159 @@ class ReadReport:
 
 
 def read_conversations(path: str | Path, max_bad_fraction: float = 0.5) -> tuple[list[Conversation], ReadReport]:
-    """Read every whole conversation of a file.
+    """Every whole conversation of a file, all at once; see :func:`stream_conversations`."""
+    report = ReadReport(str(path))
+    return list(stream_conversations(path, report, max_bad_fraction)), report
+
+
+def stream_conversations(path: str | Path, report: ReadReport, max_bad_fraction: float = 0.5) -> Iterator[Conversation]:
+    """Every whole conversation of a file, one by one.
 
     Bad records are left out and reported, not fatal, unless they are more than ``max_bad_fraction`` of the file.
 
     Raises:
         UsageError: there is no such file.
-        HSpecError: it cannot be read, is not text, or gives nothing usable.
+        HSpecError: it cannot be read, is not text, or gives nothing usable; the last is known at the end.
     """
-    path = Path(path)
+    expected = 'JSONL with "messages", "prompt" or "turns", a ShareGPT array, or text with one prompt a line'
+    return usable(_file_records(Path(path), report), report, expected, max_bad_fraction)
+
+
+def usable(
+    records: Iterable[tuple[str, Any]], report: ReadReport, expected: str, max_bad_fraction: float = 0.5
+) -> Iterator[Conversation]:
+    """The conversations of records ``(where, record)``; what is wrong with others goes into the report.
+
+    Args:
+        expected: what the records should be, for messages.
+
+    Raises:
+        HSpecError: there is none, or more than ``max_bad_fraction`` of the records are bad.
+    """
+    for where, record in records:
+        try:
+            conversation = _conversation(record)
+        except ValueError as error:
+            report.bad.append(f"{where}: {error}")
+            if not report.conversations and len(report.bad) >= _HOPELESS:
+                break
+            continue
+        report.conversations += 1
+        yield conversation
+    bad = len(report.bad)
+    if not report.conversations or bad > max_bad_fraction * (report.conversations + bad):
+        why = f"; first: {report.bad[0]}" if bad else ""
+        raise HSpecError(
+            f"{report.path} has {report.conversations} usable conversations and {bad} bad records{why}. Expected {expected}"
+        )
+
+
+def _file_records(path: Path, report: ReadReport) -> Iterator[tuple[str, Any]]:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig") as file:
+            yield from _records(file, path.suffix, report)
     except FileNotFoundError as error:
         raise UsageError(f"no data file at {path}: check the path given to --data") from error
     except (UnicodeDecodeError, IsADirectoryError) as error:
         raise HSpecError(f"{path} is not a UTF-8 text file ({error}): give JSONL, ShareGPT JSON or plain text") from error
     except OSError as error:
         raise HSpecError(f"cannot read the data file {path}: {reason(error)}") from error
-    report = ReadReport(str(path))
-    found: list[Conversation] = []
-    for where, record in _records(text, path.suffix, report):
+
+
+def _records(file: TextIO, suffix: str, report: ReadReport) -> Iterator[tuple[str, Any]]:
+    window = _Window(file)
+    head = window.text.lstrip()[:1]
+    if _ARRAY.match(window.text):
+        yield from _array_records(window, report)
+        return
+    file.seek(0)
+    in_json = head == "{" or suffix in (".jsonl", ".ndjson")
+    # A file's lines end at line feeds, not at U+2028 and the like, which JSON strings may have as they are.
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        if not in_json:
+            yield f"line {number}", {"prompt": line.strip()}
+            continue
         try:
-            found.append(_conversation(record))
-        except ValueError as error:
-            report.bad.append(f"{where}: {error}")
-    report.conversations = len(found)
-    if not found or len(report.bad) > max_bad_fraction * (len(found) + len(report.bad)):
-        why = f"; first: {report.bad[0]}" if report.bad else ""
-        raise HSpecError(
-            f"{path} has {len(found)} usable conversations and {len(report.bad)} bad records{why}. Expected JSONL with "
-            f'"messages", "prompt" or "turns", a ShareGPT array, or text with one prompt a line'
-        )
-    return found, report
+            yield f"line {number}", json.loads(line)
+        except json.JSONDecodeError as error:
+            report.bad.append(f"line {number}: not JSON ({error.msg} at column {error.colno})")
+        except RecursionError:
+            report.bad.append(f"line {number}: nested too deeply")
 
 
-def _records(text: str, suffix: str, report: ReadReport) -> Iterator[tuple[str, Any]]:
-    head = text.lstrip()[:1]
-    if _ARRAY.match(text):
-        yield from _array_records(text, report)
-    elif head == "{" or suffix in (".jsonl", ".ndjson"):
-        # Not splitlines(): it also breaks at U+2028 and the like, which JSON strings may have as they are.
-        for number, line in enumerate(text.split("\n"), 1):
-            if not line.strip():
-                continue
-            try:
-                yield f"line {number}", json.loads(line)
-            except json.JSONDecodeError as error:
-                report.bad.append(f"line {number}: not JSON ({error.msg} at column {error.colno})")
-    else:
-        for number, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                yield f"line {number}", {"prompt": line.strip()}
+class _Window:
+    """The part of a long text that is looked at."""
+
+    def __init__(self, file: TextIO):
+        self._file = file
+        self.text = file.read(_CHUNK)
+        self.start = 0
+        """Character of the file at which ``text`` begins."""
+
+    def more(self) -> bool:
+        """Look further; False at the file's end."""
+        chunk = self._file.read(_CHUNK)
+        self.text += chunk
+        return bool(chunk)
+
+    def drop(self, count: int) -> None:
+        """Forget the first ``count`` characters."""
+        self.text = self.text[count:]
+        self.start += count
 
 
-def _array_records(text: str, report: ReadReport) -> Iterator[tuple[str, Any]]:
+def _array_records(window: _Window, report: ReadReport) -> Iterator[tuple[str, Any]]:
     """Records of a JSON array one by one, so that a damaged or cut file still gives its whole ones."""
     decoder = json.JSONDecoder()
-    position = text.index("[") + 1
+    window.drop(window.text.index("[") + 1)
+    position = 0
     while True:
-        while position < len(text) and text[position] in " \t\r\n,":
-            position += 1
-        if position >= len(text):
-            report.cut_at = position  # the closing bracket is missing: the file was cut between two records
+        position = _BETWEEN.match(window.text, position).end()  # type: ignore[union-attr]  # the pattern matches anywhere
+        if position >= len(window.text):
+            if window.more():
+                continue
+            report.cut_at = window.start + position  # the closing bracket is missing: the file was cut between two records
             return
-        if text[position] == "]":
+        if window.text[position] == "]":
             return
+        where = f"character {window.start + position:,}"
         try:
-            record, end = decoder.raw_decode(text, position)
-        except json.JSONDecodeError as error:
-            following = _RECORD_START.search(text, position + 1)
+            record, end = decoder.raw_decode(window.text, position)
+        except (json.JSONDecodeError, RecursionError) as error:
+            if _may_go_on(error, window.text) and window.more():
+                continue
+            following = _next_record(window, position + 1)
             if following is None:
-                report.cut_at = position
+                report.cut_at = window.start + position
                 return
-            report.bad.append(f"character {position:,}: {error.msg}")
-            position = following.start()
+            report.bad.append(f"{where}: {getattr(error, 'msg', 'nested too deeply')}")
+            position = following
             continue
-        yield f"character {position:,}", record
+        yield where, record
         position = end
+        if position > _CHUNK:
+            window.drop(position)
+            position = 0
+
+
+def _may_go_on(error: Exception, text: str) -> bool:
+    """Whether it may be only the end of what was read so far: an open string, or an error at its very end (the longest thing that can
+    be cut there is an escaped surrogate pair)."""
+    if not isinstance(error, json.JSONDecodeError):
+        return False
+    return error.msg.startswith("Unterminated string") or error.pos >= len(text) - len(r"\ud83d\ude42")
+
+
+def _next_record(window: _Window, position: int) -> int | None:
+    """Where the next record may begin."""
+    while True:
+        found = _RECORD_START.search(window.text, position)
+        if found is not None:
+            return found.start()
+        if not window.more():
+            return None
 
 
 def _conversation(record: Any) -> Conversation:

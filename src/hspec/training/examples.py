@@ -1,40 +1,22 @@
-"""Training examples and the order in which they come: a pure function of (seed, step), so that resuming needs no state."""
+"""The order in which documents come: a pure function of (seed, step), so that resuming needs no state."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hspec.errors import HSpecError
-from hspec.files import reason
-from hspec.targets.template import ChatTemplate
-from hspec.training.conversations import Conversation
+from hspec.training.apportion import apportion
+from hspec.training.corpus import Corpus, Example
 
-
-@dataclass(frozen=True)
-class Example:
-    """One document: its tokens, and which of them the assistant wrote."""
-
-    id: str
-    tokens: list[int]
-    supervised: list[bool]
-
-    @property
-    def supervised_count(self) -> int:
-        return sum(self.supervised)
-
-    @property
-    def has_block(self) -> bool:
-        """Whether any block fits: an anchor with a token before it and a supervised token behind it."""
-        return any(self.supervised[2:])
+WINDOW = 64
+"""So many batches' documents are sorted by size at once: more pad less, but the same documents meet again and again."""
 
 
 @dataclass(frozen=True)
@@ -49,69 +31,27 @@ class Batch:
     """Which of the stream's examples they are."""
 
 
-_PROBE = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Good day."}]
+class ExampleStream:
+    """Batches of about ``token_budget`` padded tokens, documents of like length together, reshuffled every epoch.
 
+    A row is a document, padded to the longest of its batch, so that nothing needs to keep documents apart in the attention of target
+    and drafter. Measured, padding is 1.3 % of the tokens at a budget of 2,048 and 1.6 % at 8,192 for 5,530 answers of SmolLM2 with their
+    prompts (20 to 450 tokens); for lengths from 20 to 4,096 (log-normal, median 400) 0.8 %, 2.7 %, and 4.0 % at 32,768.
 
-def from_conversations(
-    conversations: Sequence[Conversation],
-    template: ChatTemplate,
-    max_tokens: int,
-    on_refused: Callable[[Conversation, HSpecError], None] = lambda *_: None,
-) -> list[Example]:
-    """Whole conversations as examples, cut to ``max_tokens``; those without a supervised token are left out.
-
-    ``on_refused`` is told of each that the template does not take (roles that do not alternate, say).
+    An epoch draws as many documents as there are. Without weights each comes once. With them (see :class:`Corpus`) each source gives its
+    share, and goes on in the next epoch where it stopped: no document comes again before all of its source have come.
 
     Raises:
-        UsageError: the tokenizer has no chat template.
-        HSpecError: the template does not show which tokens the assistant wrote.
+        HSpecError: there is no document with a block, or none of a source that has a weight.
     """
-    template.encode_supervised(_PROBE)  # a template that cannot do one plain exchange can do none
-    examples = []
-    for conversation in conversations:
-        if not conversation.has_answer:
-            continue
-        try:
-            tokens, mask = template.encode_supervised(list(conversation.messages))
-        except HSpecError as error:
-            on_refused(conversation, error)
-            continue
-        tokens, mask = tokens[:max_tokens], mask[:max_tokens]
-        if any(mask):
-            examples.append(Example(conversation.id, tokens, mask))
-    return examples
-
-
-def from_answers(path: Path, max_tokens: int) -> list[Example]:
-    """The target's own answers (see :mod:`hspec.training.answers`), with exactly the tokens that it drew."""
-    examples = []
-    try:
-        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise HSpecError(f"cannot read the answers in {path}: {reason(error)}") from error
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            id, prompt, answer = record["id"], list(record["prompt_tokens"]), list(record["tokens"])
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            if number == len(lines):
-                break  # the last line of a file that is still being written
-            raise HSpecError(f"{path}, line {number}: not an answer record ({error!r}): remove that line") from error
-        tokens = (prompt + answer)[:max_tokens]
-        mask = ([False] * len(prompt) + [True] * len(answer))[:max_tokens]
-        if any(mask):
-            examples.append(Example(id, tokens, mask))
-    return examples
-
-
-class ExampleStream:
-    """Batches of about ``token_budget`` padded tokens, documents of like size together, reshuffled every epoch."""
 
     def __init__(self, examples: Sequence[Example], token_budget: int, seed: int):
-        self.examples = [e for e in examples if e.has_block]
+        self.examples = Corpus.of(examples).with_blocks()
         if not self.examples:
             raise HSpecError("no training example has a token that the assistant wrote: check the data file")
         self.token_budget, self.seed = token_budget, seed
+        self._lengths = self.examples.lengths
+        self._of_source = _by_source(self.examples)
         self._epoch = -1
         self._batches: list[list[int]] = []
         self._starts = [0]
@@ -119,7 +59,7 @@ class ExampleStream:
         self.batches_per_epoch = self._length(0)
 
     def batch(self, step: int) -> Batch:
-        """The batch of optimiser step ``step``, counted over all epochs."""
+        """The batch of optimiser step ``step``, counted over all epochs; its documents ascend in length."""
         while self._starts[-1] <= step:
             self._length(len(self._starts) - 1)
         epoch = bisect_right(self._starts, step) - 1
@@ -128,10 +68,7 @@ class ExampleStream:
 
     def fingerprint(self) -> str:
         """SHA-256 (16 hex digits) of the documents in their order: a run can only be resumed on the same ones."""
-        digest = hashlib.sha256()
-        for e in self.examples:
-            digest.update(json.dumps([e.id, e.tokens, [int(s) for s in e.supervised]]).encode())
-        return digest.hexdigest()[:16]
+        return self.examples.fingerprint()
 
     def _length(self, epoch: int) -> int:
         """Batches in an epoch; those of the epochs before it are known."""
@@ -143,32 +80,58 @@ class ExampleStream:
         if epoch == self._epoch:
             return self._batches
         rng = random.Random(f"{self.seed}/{epoch}")
-        order = list(range(len(self.examples)))
+        order = self._drawn(epoch)
         rng.shuffle(order)
+        window = max(512, round(WINDOW * self.token_budget / float(self._lengths[order].mean())))
         batches: list[list[int]] = []
-        for start in range(0, len(order), 512):
-            window = sorted(order[start : start + 512], key=self._size)
-            batches.extend(self._cut(window))
+        for start in range(0, len(order), window):
+            batches.extend(self._cut(sorted(order[start : start + window], key=self._lengths.__getitem__)))
         rng.shuffle(batches)
         self._epoch, self._batches = epoch, batches
         return batches
 
-    def _size(self, index: int) -> tuple[int, int]:
-        example = self.examples[index]
-        return example.supervised_count, len(example.tokens)
+    def _drawn(self, epoch: int) -> list[int]:
+        """The documents of an epoch."""
+        if self.examples.weights is None:
+            return list(range(len(self.examples)))
+        shares = apportion(len(self.examples), self.examples.weights).tolist()
+        drawn: list[int] = []
+        for source, share in enumerate(shares):
+            drawn += self._from(source, epoch * share, share)
+        return drawn
+
+    def _from(self, source: int, start: int, count: int) -> list[int]:
+        """``count`` documents of a source, from place ``start`` on in the sequence of its passes, each shuffled anew."""
+        documents = self._of_source[source]
+        out: list[int] = []
+        while len(out) < count:
+            number, place = divmod(start + len(out), len(documents))
+            shuffled = list(documents)
+            random.Random(f"{self.seed}/source {source}/{number}").shuffle(shuffled)
+            out += shuffled[place : place + count - len(out)]
+        return out
 
     def _cut(self, window: list[int]) -> list[list[int]]:
+        """Batches of documents that ascend in length."""
         batches: list[list[int]] = []
         current: list[int] = []
-        longest = 0
         for index in window:
-            length = max(longest, len(self.examples[index].tokens))
-            if current and length * (len(current) + 1) > self.token_budget:
+            if current and self._lengths[index] * (len(current) + 1) > self.token_budget:
                 batches.append(current)
-                current, length = [], len(self.examples[index].tokens)
+                current = []
             current.append(index)
-            longest = length
         return [*batches, current]
+
+
+def _by_source(corpus: Corpus) -> list[list[int]]:
+    """The documents of each source that has a weight."""
+    groups = [np.flatnonzero(corpus.sources == number).tolist() for number in range(len(corpus.weights or ()))]
+    if not all(groups):
+        raise HSpecError(
+            f"source {groups.index([]) + 1} of {len(groups)} has a weight but no document to train on: leave it out of data, or allow more "
+            f"or longer prompts"
+        )
+    return groups
 
 
 def collate(examples: Sequence[Example]) -> Batch:

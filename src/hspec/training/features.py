@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from hspec.errors import HSpecError
 from hspec.files import reason
 from hspec.targets.cache import KVView
 from hspec.targets.target import Target
-from hspec.training.examples import Batch, Example
+from hspec.training.corpus import Corpus, Example
+from hspec.training.examples import Batch
 
 SHARE_OF_FREE = 0.8
 """Of what is free on the disk, as much may be taken."""
@@ -70,22 +72,21 @@ class KeptFeatures(FeatureSource):
         HSpecError: they would not fit on the disk.
     """
 
-    def __init__(self, target: Target, config: DrafterConfig, examples: list[Example], file: Path | None):
+    def __init__(self, target: Target, config: DrafterConfig, examples: Sequence[Example], file: Path | None):
         super().__init__(target, config)
-        self._starts = np.concatenate(([0], np.cumsum([len(e.tokens) for e in examples]))).tolist()
+        corpus = Corpus.of(examples)
+        self._starts = np.concatenate(([0], np.cumsum(corpus.lengths))).tolist()
         self._widths = {"taps": len(self.taps) * target.hidden_size, "hidden": target.hidden_size}
         shape = target.cache_shape
         self._widths |= {f"{kind}{layer}": shape.kv_heads * shape.head_dim for layer in self.kv_layers for kind in "kv"}
         self._store = _Store(
-            self._starts[-1], sum(self._widths.values()), len(self.taps) + 1, len(examples), file, self._key(examples)
+            self._starts[-1], sum(self._widths.values()), len(self.taps) + 1, len(corpus), file, self._key(corpus)
         )
 
-    def _key(self, examples: list[Example]) -> bytes:
+    def _key(self, corpus: Corpus) -> bytes:
         """What decides the content of a file."""
-        digest = hashlib.sha256(f"{self.target.weight_hash()} {self.taps} {self.kv_layers}".encode())
-        for example in examples:
-            digest.update(np.asarray(example.tokens, dtype=np.int64).tobytes())
-        return digest.digest()
+        what = f"{self.target.weight_hash()} {self.taps} {self.kv_layers} {corpus.fingerprint()}"
+        return hashlib.sha256(what.encode()).digest()
 
     @property
     def nbytes(self) -> int:

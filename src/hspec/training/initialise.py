@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +20,7 @@ from hspec.drafters.parallel import ParallelDrafter
 from hspec.drafters.redrafter import ReDrafter
 from hspec.errors import UsageError
 from hspec.targets.target import Target
-from hspec.training.examples import Example
+from hspec.training.corpus import Corpus, Example
 
 FINAL_NORM_SCALE = 0.3
 """The target's final norm makes confident logits of a finished residual stream; a fresh drafter's is noise, and would begin far
@@ -56,17 +56,35 @@ def mask_token(target: Target) -> int | None:
 
 
 def draft_vocabulary(examples: Sequence[Example], target: Target, size: int) -> Tensor:
-    """The ``size`` most frequent supervised tokens, ascending ids, always with those that end or shape a turn."""
+    """The ``size`` tokens that the assistant wrote most often, ascending ids, always with those that end or shape a turn. Of equally
+    frequent ones the lowest ids, which a tokenizer gives to the most common pieces.
+
+    Raises:
+        UsageError: the size is above the target's vocabulary, or below the number of its special tokens.
+    """
     if size > target.vocab_size:
         raise UsageError(f"a draft vocabulary of {size} exceeds the target's {target.vocab_size}")
-    always = sorted(target.eos_ids | set(target.tokenizer.all_special_ids))
-    counts: Counter[int] = Counter()
-    for example in examples:
-        counts.update(t for t, own in zip(example.tokens, example.supervised, strict=True) if own)
-    ranked = [t for t, _ in counts.most_common()]
-    rest = [t for t in range(target.vocab_size) if t not in counts]
-    chosen = list(dict.fromkeys([*always, *ranked, *rest]))[:size]
-    return torch.tensor(sorted(chosen), dtype=torch.int64)
+    special = sorted(i for i in target.eos_ids | set(target.tokenizer.all_special_ids) if i < target.vocab_size)
+    if size < len(special):
+        raise UsageError(
+            f"a draft vocabulary of {size} has no room for the target's {len(special)} special tokens: choose a larger one"
+        )
+    counts = Corpus.of(examples).supervised_counts(target.vocab_size)
+    counts[special] = np.iinfo(counts.dtype).max
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
+
+
+def check_draft_vocabulary(draft_ids: Tensor, target: Target) -> None:
+    """Whether a drafter can propose to end a turn.
+
+    Raises:
+        UsageError: none of the target's EOS tokens is among ``draft_ids`` ``[draft vocabulary]``.
+    """
+    if not target.eos_ids & set(draft_ids.tolist()):
+        raise UsageError(
+            f"the draft vocabulary has none of the target's EOS tokens {sorted(target.eos_ids)}, so that no draft could end: start from "
+            f"the target's layers instead (leave --init-from out)"
+        )
 
 
 def initialise(config: DrafterConfig, target: Target, draft_ids: Tensor, seed: int, sample: Tensor | None = None) -> Drafter:

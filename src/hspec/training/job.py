@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field, NonNegativeFloat, ValidationError
+from pydantic import Field, NonNegativeFloat, ValidationError, model_validator
 
 from hspec.api import drafter_folder
 from hspec.drafters.checkpoint import known_config
@@ -17,11 +17,11 @@ from hspec.drafters.presets import PRESETS
 from hspec.errors import UsageError
 from hspec.files import reason
 from hspec.targets.sources import ALIASES, describe
-from hspec.training.answers import AnswerSettings
+from hspec.training.answers import AnswerSettings, Thinking
 from hspec.training.config import GrowthStage, TrainConfig
 from hspec.training.shape import AUTO, choose_shape, explain
+from hspec.training.sources import PACKAGED_DATA, SourceConfig
 
-PACKAGED_DATA = "sharegpt"
 TEMPLATE_TOKENS = 40
 """What a chat template adds to a user turn, at most."""
 
@@ -34,9 +34,31 @@ class AnswerConfig(Strict):
     max_prompt_tokens: int = Field(192, gt=TEMPLATE_TOKENS)
     seed: int = 0
     batch: int = Field(128, gt=0)
+    """How many the embedded engine draws at once."""
+    thinking: Thinking = "default"
+    """Told to a chat template that has ``enable_thinking``."""
+    server: str | None = None
+    """Where an OpenAI-compatible server has the target; by default it answers in this process."""
+    model: str | None = None
+    """The target's name at the server; not needed if it has no other model."""
+    concurrency: int = Field(16, gt=0)
+    """Prompts that the server has at once."""
+    api_key_env: str | None = None
+    """The environment variable with the server's key."""
+    timeout: float = Field(600.0, gt=0)
+    """Seconds that the server may stay silent."""
+
+    @model_validator(mode="after")
+    def _asked_somewhere(self) -> AnswerConfig:
+        if self.server is None and (self.model is not None or self.api_key_env is not None):
+            raise ValueError("model and api_key_env are a server's: give server (http://...) too")
+        if self.server is not None and not self.server.startswith(("http://", "https://")):
+            raise ValueError(f"server must begin with http:// or https://, not be {self.server!r}")
+        return self
 
     def settings(self) -> AnswerSettings:
-        return AnswerSettings(**self.model_dump())
+        names = ("temperatures", "max_tokens", "max_prompt_tokens", "seed", "batch", "thinking", "model")
+        return AnswerSettings(**{name: getattr(self, name) for name in names})
 
 
 class Job(Strict):
@@ -47,14 +69,26 @@ class Job(Strict):
     """One of :data:`hspec.drafters.methods.METHODS`."""
     preset: str = AUTO
     """A preset's name, ``auto`` for one that fits the target, or a file (see :mod:`hspec.training.shape`)."""
-    data: tuple[str, ...] = Field((PACKAGED_DATA,), min_length=1)
-    """Files, or ``sharegpt`` for the packaged conversations."""
+    data: tuple[SourceConfig, ...] = Field((SourceConfig(source=PACKAGED_DATA),), min_length=1)
+    """Names, or sources with weights (see :mod:`hspec.training.sources`)."""
     own_answers: bool = True
     """Let the target answer the prompts; otherwise the data's own answers are trained on."""
     max_prompts: int | None = Field(None, gt=0)
     init_from: str | None = None
     answers: AnswerConfig = AnswerConfig()
     train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="after")
+    def _all_weigh(self) -> Job:
+        if len({source.weight is None for source in self.data}) == 2:
+            raise ValueError("data: give a weight to every source, or to none")
+        return self
+
+    @property
+    def weights(self) -> tuple[float, ...] | None:
+        """Of the sources, if they have any."""
+        given = [source.weight for source in self.data if source.weight is not None]
+        return tuple(given) or None
 
 
 def read_job(path: Path) -> Job:
@@ -81,7 +115,12 @@ def _with_known_keys(error: ValidationError) -> str:
     first = error.errors()[0]
     if first["type"] != "extra_forbidden":
         return explain(error)
-    schemas: dict[str, type[Strict]] = {"answers": AnswerConfig, "train": TrainConfig, "growth": GrowthStage}
+    schemas: dict[str, type[Strict]] = {
+        "answers": AnswerConfig,
+        "train": TrainConfig,
+        "growth": GrowthStage,
+        "data": SourceConfig,
+    }
     section = next((str(part) for part in reversed(first["loc"][:-1]) if part in schemas), None)
     return f"{explain(error)}; known are {', '.join(schemas[section].model_fields if section else Job.model_fields)}"
 

@@ -13,6 +13,7 @@ from hspec.drafters.parameters import layout, parameters_by_part
 from hspec.drafters.presets import PRESETS
 from hspec.errors import HSpecError, UsageError
 from hspec.targets.sources import ALIASES, describe
+from hspec.training.checkpoints import check_resumable, holds_run
 from hspec.training.config import TrainConfig
 from hspec.training.estimate import (
     ANSWER_TOKENS,
@@ -26,11 +27,11 @@ from hspec.training.estimate import (
     total_flops,
 )
 from hspec.training.features import feature_bytes
-from hspec.training.job import PACKAGED_DATA, Job, shape
+from hspec.training.job import Job, shape
 from hspec.training.objective import chunk_bytes
 from hspec.training.shape import preset_for
+from hspec.training.sources import check_source, describe_sources
 from hspec.training.trackers import check_trackers
-from hspec.training.trainer import STATE_FILE
 
 RUN_FILE = "run.yaml"
 """The settings of a run, in its folder."""
@@ -53,8 +54,7 @@ def plan(job: Job, folder: Path, resume: bool = False) -> Plan:
     check_run(folder, resume)
     check_trackers(job.train.trackers)
     for source in job.data:
-        if source != PACKAGED_DATA and not Path(source).expanduser().is_file():
-            raise UsageError(f"no data file at {source}: check the path given to --data, or take '{PACKAGED_DATA}'")
+        check_source(source)
     config = read_config(folder) if resume else shape(job)
     parts = parameters_by_part(config)
     parameters = sum(parts.values())
@@ -63,12 +63,14 @@ def plan(job: Job, folder: Path, resume: bool = False) -> Plan:
     frozen = config.target.vocab_size * config.hidden_size + config.draft_vocab_size * config.hidden_size
     objective = chunk_bytes(c.objective_chunk, config.target.vocab_size, config.draft_vocab_size)
     memory = parameters * 4 * 5 + frozen * 4 + objective
-    disk = parameters * 4 * 5
+    # Weights, average and two moments in each state, and one more while it is written; the average at the top, the best one, and
+    # one of them while it is written.
+    disk = parameters * 4 * (4 * (c.keep + 1) + 3)
     kept = "" if c.features == "stream" else f"; features take {feature_bytes(config) / 1e3:.1f} KB a token, in {c.features}"
     free = shutil.disk_usage(_existing(folder)).free
-    if disk * 2 > free:
+    if disk > free:
         raise HSpecError(
-            f"the run keeps about {disk * 2 / 1e6:.0f} MB in {folder}, only {free / 1e6:.0f} MB are free there: choose another --out"
+            f"the run keeps about {disk / 1e6:.0f} MB in {folder}, only {free / 1e6:.0f} MB are free there: choose another --out"
         )
     amount = "all prompts" if job.max_prompts is None else f"at most {job.max_prompts:,} prompts"
     if job.own_answers and job.max_prompts is None:
@@ -80,15 +82,16 @@ def plan(job: Job, folder: Path, resume: bool = False) -> Plan:
             "target": f"{job.target} ({start}; {layout(config)})",
             "trainable parameters": f"{parameters / 1e6:.1f} M: "
             + ", ".join(f"{n} {v / 1e6:.2f}" for n, v in parts.items() if v),
-            "data": ", ".join(job.data)
+            "data": describe_sources(job.data)
             + f"; {amount}; "
             + ("the target writes the answers" if job.own_answers else "answers as in the data"),
             "steps": f"{c.steps:,} of {c.batch_tokens:,} tokens; blocks grow {' -> '.join(map(str, slots))} slots",
             "compute": f"{block_flops(config, max(slots)) / 1e9:.2f} GFLOP a block of {max(slots)} slots; {c.precision} products",
             "time": _time(job, c, config),
             "memory": f"about {memory / 1e6:.0f} MB beside the target, {objective / 1e6:.0f} MB of it logits",
-            "disk": f"about {disk * 2 / 1e6:.0f} MB in {folder} ({free / 1e9:.0f} GB free){kept}",
-            "checkpoints": f"every {c.save_minutes:g} minutes; validation every {c.validate_minutes:g}",
+            "disk": f"about {disk / 1e6:.0f} MB in {folder} ({free / 1e9:.0f} GB free){kept}",
+            "checkpoints": f"every {c.save_minutes:g} minutes, the last {c.keep} and the best are kept; validation every "
+            f"{c.validate_minutes:g}",
         }
     )
 
@@ -121,11 +124,10 @@ def check_run(folder: Path, resume: bool) -> None:
         raise UsageError(f"--out {folder}: {place} is a file, a folder is needed")
     if not os.access(place, os.W_OK | os.X_OK):
         raise UsageError(f"--out {folder}: no permission to write in {place}: choose another folder")
-    started = (folder / STATE_FILE).exists()
-    if started and not resume:
+    if resume:
+        check_resumable(folder)
+    elif holds_run(folder):
         raise UsageError(f"{folder} already holds a run: go on with --resume, or choose another --out")
-    if resume and not started:
-        raise UsageError(f"nothing to resume: {folder / STATE_FILE} is not there; start without --resume")
 
 
 def _existing(path: Path) -> Path:

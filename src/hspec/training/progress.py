@@ -1,4 +1,4 @@
-"""A training run on the terminal: a progress bar, a line for every report, and Ctrl-C that saves."""
+"""A training run on the terminal: a progress bar, a line for every report, and an end on request that saves."""
 
 from __future__ import annotations
 
@@ -15,41 +15,43 @@ from hspec.training.trainer import Trainer
 
 @contextmanager
 def until_interrupted(on_first: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
-    """Within, Ctrl-C raises nothing: the function that is given says whether it was pressed."""
-    pressed = False
+    """Within, Ctrl-C and SIGTERM (by which schedulers and launchers end a run) raise nothing: the function that is given says whether
+    one came."""
+    asked = False
 
-    def press(*_: Any) -> None:
-        nonlocal pressed
-        pressed = True
-        on_first()
+    def ask(*_: Any) -> None:
+        nonlocal asked
+        if not asked:
+            on_first()
+        asked = True
 
-    previous = signal.signal(signal.SIGINT, press)
+    previous = {kind: signal.signal(kind, ask) for kind in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: pressed
+        yield lambda: asked
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for kind, handler in previous.items():
+            signal.signal(kind, handler)
 
 
 def run_with_progress(trainer: Trainer, console: Console) -> None:
-    """Run to the end or to the first Ctrl-C; either way the state is saved."""
+    """Run to the end, or until any of its processes is asked to stop; either way the state is saved."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.completed}/{task.total}"),
         TimeRemainingColumn(),
     )
-    with until_interrupted(lambda: console.print("[dim]stopping after this step, then saving ...[/dim]")) as stop:
-        with Progress(*columns, console=console) as progress:
-            task = progress.add_task("training", total=trainer.config.steps, completed=trainer.step)
+    interruptible = until_interrupted(lambda: console.print("[dim]stopping after this step, then saving ...[/dim]"))
+    with interruptible as stop, Progress(*columns, console=console) as progress:
+        task = progress.add_task("training", total=trainer.config.steps, completed=trainer.step)
 
-            def report(record: dict[str, Any]) -> None:
-                progress.update(task, completed=record["step"])
-                progress.console.print(_line(record))
+        def report(record: dict[str, Any]) -> None:
+            progress.update(task, completed=record["step"])
+            progress.console.print(_line(record))
 
-            trainer.run(report, stop)
-        stopped = stop()
-    where = f"step {trainer.step} of {trainer.config.steps}"
-    console.print(f"{'stopped at' if stopped else 'done,'} {where}; the drafter is in {trainer.folder}")
+        trainer.run(report, stop)
+    how = "done," if trainer.step == trainer.config.steps else "stopped at"
+    console.print(f"{how} step {trainer.step} of {trainer.config.steps}; the drafter is in {trainer.folder}")
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from hspec.training.apportion import apportion
 from hspec.training.conversations import Conversation
 
 HELD_OUT_PER_MILLE = 30
@@ -21,6 +24,8 @@ class Prompt:
 
     id: str
     text: str
+    source: int = 0
+    """Which of a job's sources it comes from."""
 
     @property
     def held_out(self) -> bool:
@@ -43,6 +48,27 @@ def normalised(text: str) -> str:
     return re.sub(r"\s+", " ", text).strip().lower()
 
 
+def prompt_id(text: str) -> str:
+    """The id of a prompt with this text."""
+    return hashlib.sha256(normalised(text).encode()).hexdigest()[:16]
+
+
+def choose(prompts: Sequence[Prompt], limit: int | None, weights: Sequence[float] | None) -> list[Prompt]:
+    """The first ``limit`` prompts; with weights so many of each source, as far as it has them."""
+    if limit is None:
+        return list(prompts)
+    if weights is None:
+        return list(prompts[:limit])
+    there = np.bincount([p.source for p in prompts], minlength=len(weights))
+    left = apportion(limit, weights, there).tolist()
+    chosen = []
+    for prompt in prompts:
+        if left[prompt.source]:
+            left[prompt.source] -= 1
+            chosen.append(prompt)
+    return chosen
+
+
 def clean_prompts(
     conversations: Iterable[Conversation],
     count_tokens: Callable[[str], int],
@@ -53,8 +79,9 @@ def clean_prompts(
 
     Near-duplicates (the same first 100 normalised characters, as shared prompt templates have) count as duplicates:
     otherwise the held-out part would contain what was trained on. The first one stands for all, even where its length leaves
-    it out, so that other limits never bring in another of them. The order is that of the ids, so that a prefix of
-    the list is a random sample, the same on every machine.
+    it out, so that other limits never bring in another of them. So a held-out prompt never begins like one that is trained on,
+    from whatever source, if all sources come in one call. The order is that of the ids, so that a prefix of the list is a random
+    sample, the same on every machine.
     """
     report = CleaningReport()
     kept: list[Prompt] = []
@@ -77,8 +104,7 @@ def clean_prompts(
         if not min_tokens <= count_tokens(text) <= max_tokens:
             report.length += 1
             continue
-        digest = hashlib.sha256(normalised(text).encode()).hexdigest()[:16]
-        kept.append(Prompt(digest, text))
+        kept.append(Prompt(prompt_id(text), text, conversation.source))
     prompts = sorted(kept, key=lambda prompt: prompt.id)
     report.kept = len(prompts)
     return prompts, report

@@ -1,0 +1,30 @@
+"""Which of a step's documents a process trains on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hspec.training.blocks import Anchors
+from hspec.training.examples import Batch
+
+
+def share_of(batch: Batch, anchors: Anchors, rank: int, count: int) -> tuple[Batch, Anchors]:
+    """Every ``count``-th document, from ``rank`` on: the documents of a batch are ordered by size, so all get about the same. Anchors
+    are drawn for the whole batch before, so that they do not depend on how many share it.
+
+    A process for which no document is left takes the first one without an anchor: it has no block, but takes part.
+    """
+    if count == 1:
+        return batch, anchors
+    rows = list(range(rank, batch.tokens.shape[0], count))
+    valid = anchors.valid
+    if not rows:
+        rows, valid = [0], valid & False
+    width = max(1, int(valid[rows].sum(1).max()))
+    taken = replace(
+        batch,
+        tokens=batch.tokens[rows],
+        supervised=batch.supervised[rows],
+        documents=tuple(batch.documents[row] for row in rows),
+    )
+    return taken, Anchors(anchors.positions[rows, :width], valid[rows, :width])
