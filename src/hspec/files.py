@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from hspec.errors import HSpecError
@@ -19,7 +20,8 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where the folder is a file, say
+            temporary.unlink(missing_ok=True)
         raise HSpecError(f"cannot write {path}: {reason(error)}; free some space or choose another place") from error
 
 
