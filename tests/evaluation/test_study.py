@@ -8,7 +8,10 @@ import pytest
 import yaml
 
 from hspec.errors import HSpecError, UsageError
-from hspec.evaluation.study import Piece, Study, _at_time, is_done, read_study, run_study
+from hspec.evaluation.study import Piece, Study, _at_time, _Texts, is_done, read_study, run_study
+from hspec.training.data import prepare_data
+from hspec.training.job import shape
+from hspec.training.plan import run_flops
 from hspec.training.sources import SourceConfig
 from tests.saved import held_out_numbers, save_target, write_exchanges
 
@@ -52,7 +55,7 @@ def test_a_study(study: Study, tmp_path: Path) -> None:
     runs = result["trainings"]["runs"]
     assert list(runs) == ["hspec-0", "dflash-0", "hspec-1"]
     assert runs["hspec-0"]["blocks"] == runs["dflash-0"]["blocks"] > 0, "the same blocks"
-    assert runs["hspec-0"]["method"] == "hspec" and runs["hspec-1"]["seed"] == 1
+    assert runs["hspec-0"]["method"] == runs["hspec-0"]["label"] == "hspec" and runs["hspec-1"]["seed"] == 1
     assert all(1 <= r["estimated_tau_at_equal_time"] <= r["estimated_tau"] + 1e-9 for r in runs.values())
     found = result["evaluation"]["settings"]["greedy"]
     assert list(found["entrants"]) == ["ar", "hspec (k 3, 2 seeds)", "dflash-0"]
@@ -93,7 +96,7 @@ def test_what_ships_and_what_is_wrong(tmp_path: Path) -> None:
         ({"entries": [{"method": "ar"}]}, "no method 'ar' that is trained"),
         ({"entries": []}, "entries"),
         ({"entries": [{"method": "hspec", "seeds": [1, 1]}]}, "a seed is there twice"),
-        ({"entries": [{"method": "hspec"}, {"method": "hspec"}]}, "a method is there twice"),
+        ({"entries": [{"method": "hspec"}, {"method": "hspec"}]}, "two entries are called 'hspec'"),
         ({"job": {"init_from": "x"}, "entries": [{"method": "hspec"}]}, "job.init_from"),
         ({"entries": [{"method": "hspec"}], "mesure": {}}, "mesure"),
     ]:
@@ -103,3 +106,64 @@ def test_what_ships_and_what_is_wrong(tmp_path: Path) -> None:
             read_study(path)
     with pytest.raises(UsageError, match="cannot read the study"):
         read_study(tmp_path / "gone.yaml")
+
+
+def test_what_an_entry_changes(study: Study) -> None:
+    other = {"train": {"learning_rate": 0.5}, "drafter": {"draft_vocab_size": 120}, "preset": "auto", "copy_layers": False}
+    both = Study.model_validate(
+        study.model_dump() | {"entries": [{"method": "hspec"}, {"name": "fast", "seeds": [4], "job": other}]}
+    )
+    plain, fast = (both.job_of(piece) for piece in both.pieces())
+    assert plain == study.job_of(Piece("hspec", 0)) and plain.train.learning_rate != 0.5
+    assert (fast.train.learning_rate, fast.train.seed, fast.train.steps) == (0.5, 4, plain.train.steps)
+    assert fast.train.batch_tokens == plain.train.batch_tokens  # a section is given in part
+    assert (fast.drafter, fast.preset, fast.copy_layers) == ({"draft_vocab_size": 120}, "auto", False)
+    assert shape(fast).draft_vocab_size == 120 and fast.target == plain.target
+
+
+def test_equal_compute_gives_dear_blocks_fewer_steps(study: Study) -> None:
+    job = study.job.model_copy(update={"train": study.job.train.model_copy(update={"steps": 1000})})
+    dense = {"growth": [{"start": 0, "slots": 3, "density": 1.0}]}
+    entries = [{"name": "plain"}, {"name": "dense", "job": {"train": dense}}]
+    equal = Study.model_validate({"job": job.model_dump(), "entries": entries, "equal": "compute"})
+    plain, dear = (equal.job_of(piece) for piece in equal.pieces())
+    assert plain.train.steps == 1000 and 400 < dear.train.steps < 1000
+    assert run_flops(dear) == pytest.approx(run_flops(plain), rel=2e-3)
+
+
+def test_texts_are_read_once_and_held_out_for_all(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_exchanges(tmp_path / "more.jsonl", 60, start=200)
+    entries = [
+        {"name": "a"},
+        {"name": "b", "job": {"train": {"ema": 0.5}}},
+        {"name": "c", "job": {"data": [str(tmp_path / "more.jsonl")]}},
+    ]
+    several = Study.model_validate(study.model_dump() | {"entries": entries})
+    read: list[int] = []
+
+    def counted(job: Any, target: Any, say: Any) -> Any:
+        found = prepare_data(job, target, say)
+        read.append(len(found.train))
+        return found
+
+    monkeypatch.setattr("hspec.evaluation.study.prepare_data", counted)
+    texts = _Texts(several.job, lambda _: None)
+    a, b, c = (texts.of(several.job_of(piece)) for piece in several.pieces())
+    assert len(read) == 2 and a.train is b.train and len(c.train) < len(a.train)
+    assert a.held_out is b.held_out is c.held_out
+
+
+def test_a_drafter_that_does_not_fit_is_found_before_any_training(study: Study, tmp_path: Path) -> None:
+    entries = [{"name": "a"}, {"name": "b", "job": {"preset": "auto", "drafter": {"taps": [99]}}}]
+    wrong = Study.model_validate(study.model_dump() | {"entries": entries})
+    with pytest.raises(UsageError, match="drafter"):
+        run_study(wrong, tmp_path / "out", lambda _: pytest.fail("found out before anything is read"))
+    assert not (tmp_path / "out" / "drafters").exists()
+
+
+def test_the_recipe_study_that_ships() -> None:
+    recipe = read_study(Path("recipe"))
+    jobs = {piece.label: recipe.job_of(piece) for piece in recipe.pieces()}
+    assert recipe.equal == "compute" and len(jobs) == len(recipe.entries)
+    base = run_flops(jobs["plain"])
+    assert all(run_flops(job) == pytest.approx(base, rel=0.01) for job in jobs.values())

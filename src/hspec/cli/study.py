@@ -17,7 +17,12 @@ from hspec.cli.options import JsonOption, ThreadsOption
 @app.command()
 def study(
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="A YAML file; by default the paper's comparison at a laptop's size.")
+        Path | None,
+        typer.Option(
+            "--config",
+            "-c",
+            help="A YAML file, or recipe: what makes a block count. By default the paper's comparison at a laptop's size.",
+        ),
     ] = None,
     out: Annotated[
         Path, typer.Option("--out", "-o", help="Drafters, answers and the report; the same command goes on.")
@@ -72,12 +77,22 @@ def _print(result: dict[str, Any], out: Path) -> None:
     console = make_console(False)
     about = result["trainings"]
     table = Table(title=f"trainings; at equal time: {about['equal_time_seconds']:.0f} s")
-    for column in ("training", "M parameters", "blocks", "blocks/s", "held-out loss", "tau (estimate)", "at equal time"):
+    for column in (
+        "training",
+        "M parameters",
+        "blocks",
+        "blocks/s",
+        "held-out loss",
+        "tau (estimate)",
+        "at equal time",
+        "by cycle",
+    ):
         table.add_column(column, justify="left" if column == "training" else "right")
     for name, r in about["runs"].items():
         table.add_row(
             name, f"{r['parameters'] / 1e6:.1f}", f"{r['blocks']:,}", f"{r['blocks_per_second']:.0f}", f"{r['held_out_loss']:.3f}",
             f"{r['estimated_tau']:.3f}", f"{r['estimated_tau_at_equal_time']:.3f}",
+            "-" if r["estimated_tau_by_cycle"] is None else f"{r['estimated_tau_by_cycle']:.3f}",
         )  # fmt: skip
     console.print(table)
     for setting, found in result["evaluation"]["settings"].items():

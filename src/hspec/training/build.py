@@ -118,7 +118,7 @@ def new_drafter(job: Job, target: Target, data: Data) -> Drafter:
         slots = max(drafter.config.max_draft, job.train.slots or 0)
         drafter.config = _for_target(with_block(drafter.config, slots), target)
         return drafter.requires_grad_(True)
-    config = choose_shape(job.preset, target.name, target.config, job.method)
+    config = choose_shape(job.preset, target.name, target.config, job.method, job.drafter)
     if job.train.slots is not None:
         config = with_block(config, job.train.slots)
     config = _for_target(config, target)
@@ -127,7 +127,7 @@ def new_drafter(job: Job, target: Target, data: Data) -> Drafter:
         config = config.model_copy(update={"mask_token_id": mask_token(target)})
     draft_ids = draft_vocabulary(data.train, target, config.draft_vocab_size)
     sample = torch.tensor([data.train[0].tokens])
-    return initialise(config, target, draft_ids, job.train.seed, sample)
+    return initialise(config, target, draft_ids, job.train.seed, sample, job.copy_layers)
 
 
 def _for_target(config: DrafterConfig, target: Target) -> DrafterConfig:

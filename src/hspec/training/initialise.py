@@ -87,7 +87,9 @@ def check_draft_vocabulary(draft_ids: Tensor, target: Target) -> None:
         )
 
 
-def initialise(config: DrafterConfig, target: Target, draft_ids: Tensor, seed: int, sample: Tensor | None = None) -> Drafter:
+def initialise(
+    config: DrafterConfig, target: Target, draft_ids: Tensor, seed: int, sample: Tensor | None = None, copy_layers: bool = True
+) -> Drafter:
     """A new drafter on ``target``.
 
     Of a parallel drafter, attention sub-layers start as the reused target layer (norm, q, k, v, o), MLPs as the MLP of the
@@ -98,9 +100,12 @@ def initialise(config: DrafterConfig, target: Target, draft_ids: Tensor, seed: i
     Args:
         sample: token ids ``[1, T]`` of the target's text; where the target has no q/k norm, the drafter's norms start at the
             RMS that the reused layer's queries and keys have there, so that scores start at the target's scale. None: ones.
+        copy_layers: False leaves all of it random.
     """
     torch.manual_seed(seed)
     drafter = build_drafter(config, target, draft_ids)
+    if not copy_layers:
+        return drafter
     if isinstance(drafter, ParallelDrafter):
         _initialise_parallel(drafter, target, sample)
     elif isinstance(drafter, EagleDrafter):

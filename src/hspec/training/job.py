@@ -75,8 +75,18 @@ class Job(Strict):
     """Let the target answer the prompts; otherwise the data's own answers are trained on."""
     max_prompts: int | None = Field(None, gt=0)
     init_from: str | None = None
+    drafter: dict[str, Any] = Field(default_factory=dict)
+    """Keys of the drafter's configuration that are to be otherwise than ``auto`` has them, as in a preset's file."""
+    copy_layers: bool = True
+    """Start from the target's layers where sizes agree; otherwise all weights are random."""
     answers: AnswerConfig = AnswerConfig()
     train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="after")
+    def _one_shape(self) -> Job:
+        if self.drafter and (self.preset != AUTO or self.init_from is not None):
+            raise ValueError("drafter: its keys change what preset auto gives; leave preset and init_from out, or these keys")
+        return self
 
     @model_validator(mode="after")
     def _all_weigh(self) -> Job:
@@ -156,11 +166,11 @@ def shape(job: Job) -> DrafterConfig:
         return config if job.train.slots is None else with_block(config, max(config.max_draft, job.train.slots))
     name = ALIASES.get(job.target, job.target)
     shipped = next((p for p in PRESETS.values() if p.target.name == name), None)
-    if job.preset == AUTO and shipped is not None:
+    if job.preset == AUTO and not job.drafter and shipped is not None:
         # known without fetching the target
         config = shipped if job.method == "hspec" else configuration(job.method, shipped)
     else:
-        config = choose_shape(job.preset, name, describe(job.target), job.method)
+        config = choose_shape(job.preset, name, describe(job.target), job.method, job.drafter)
     return config if job.train.slots is None else with_block(config, job.train.slots)
 
 

@@ -96,11 +96,25 @@ def plan(job: Job, folder: Path, resume: bool = False) -> Plan:
     )
 
 
-def _time(job: Job, train: TrainConfig, config: DrafterConfig) -> str:
-    """Hours of training, and of answering if all is to be answered; see :mod:`hspec.training.estimate`."""
+def run_flops(job: Job) -> float:
+    """Floating-point operations of a whole run, by count.
+
+    Raises:
+        UsageError: target or drafter are not there, or do not fit together.
+    """
+    config = shape(job)
+    return total_flops(config, _target_size(job, config), job.train.for_block(config.max_draft))
+
+
+def _target_size(job: Job, config: DrafterConfig) -> TargetSize:
     name = ALIASES.get(job.target, job.target)
     known = next((p for p in PRESETS.values() if p.target.name in (name, config.target.name)), None)
-    size = TargetSize.of(known or preset_for(describe(job.target), name))
+    return TargetSize.of(known or preset_for(describe(job.target), name))
+
+
+def _time(job: Job, train: TrainConfig, config: DrafterConfig) -> str:
+    """Hours of training, and of answering if all is to be answered; see :mod:`hspec.training.estimate`."""
+    size = _target_size(job, config)
     speed = product_speed(train.precision)
     seconds = total_flops(config, size, train) / (speed * TRAINING_SHARE)
     blocks = total_blocks(train)

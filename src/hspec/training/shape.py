@@ -19,18 +19,21 @@ WINDOW = 2048
 _FILES = (".yaml", ".yml", ".json")
 
 
-def choose_shape(preset: str, name: str, target: Any, method: str = "hspec") -> DrafterConfig:
+def choose_shape(
+    preset: str, name: str, target: Any, method: str = "hspec", changes: dict[str, Any] | None = None
+) -> DrafterConfig:
     """The configuration that ``--preset`` and ``--method`` ask for, fitted to a target.
 
     Args:
         preset: ``auto``, the name of a preset, or a YAML or JSON file with keys of :class:`ParallelConfig`; what the file
             leaves out is as in ``auto``. It is of H-Spec; the configurations of the other methods follow from it.
         name: the target's name. target: its transformers configuration.
+        changes: such keys, that change what ``auto`` gives.
 
     Raises:
         UsageError: no such preset or method, a preset for another target, or a file with wrong keys.
     """
-    base = _base(preset, name, target)
+    base = preset_for(target, name, changes, "drafter") if changes else _base(preset, name, target)
     return base if method == "hspec" else configuration(method, base, target_layers(target))
 
 
