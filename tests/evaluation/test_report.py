@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 from hspec.errors import UsageError
 from hspec.evaluation.records import RecordFile, TurnRecord
 from hspec.evaluation.report import Span, cost_curves, sentences, spans, training_curves, write_report
+from tests.evaluation.browser import check_page
 from tests.evaluation.test_summary import CONTENDERS, records_of
 
 
@@ -134,44 +133,8 @@ def test_training_and_costs(folder: Path) -> None:
         cost_curves(run / "log.jsonl")
 
 
-# -- in a browser ------------------------------------------------------------------------------------------------
-
-_FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--enable-logging=stderr", "--virtual-time-budget=2000",
-)  # fmt: skip
-
-
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [360, 1280])
 @pytest.mark.parametrize("dark", [False, True])
 def test_in_a_browser(folder: Path, tmp_path: Path, width: int, dark: bool) -> None:
-    """No message on the console, and nothing wider than the window, which an iframe of that width stands for."""
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    assert browser is not None, "this test needs Chromium: install it, or leave the mark 'browser' out"
-    page = write_report(folder).read_text(encoding="utf-8")
-    frame = tmp_path / "frame.html"
-    document = json.dumps(page).replace("</", "<\\/")
-    frame.write_text(
-        f"""<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,"><iframe style="width: {width}px; height: 900px">
-        </iframe><pre></pre><script>
-        const frame = document.querySelector("iframe");
-        frame.onload = () => {{
-            const root = frame.contentDocument.documentElement;
-            document.querySelector("pre").textContent = `wide ${{root.scrollWidth}} of ${{root.clientWidth}}, ` +
-                `ink ${{frame.contentWindow.getComputedStyle(frame.contentDocument.body).color}}`;
-        }};
-        frame.srcdoc = {document};
-        </script>""",
-        encoding="utf-8",
-    )
-    flags = [*_FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1500,1000"]
-    if dark:
-        flags.append("--blink-settings=preferredColorScheme=0")
-    done = subprocess.run([browser, *flags, "--dump-dom", frame.as_uri()], capture_output=True, text=True, timeout=120)
-    assert "CONSOLE" not in done.stderr, done.stderr
-    found = re.search(r"wide (\d+) of (\d+), ink rgb\((\d+),", done.stdout)
-    assert found is not None, done.stdout[-500:]
-    needed, given, red = map(int, found.groups())
-    assert needed <= given <= width
-    assert (red > 128) == dark
+    check_page(write_report(folder).read_text(encoding="utf-8"), tmp_path, width, dark)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hspec.drafters.config import AttentionConfig
-from hspec.drafters.context import Prefix
+from hspec.drafters.context import LayerKV, PagedKV, Prefix
 from hspec.drafters.norm import RMSNorm
 from hspec.drafters.rope import rotate
 
@@ -107,7 +107,7 @@ class PrefixAttention(nn.Module):
         self,
         x: Tensor,
         rope: tuple[Tensor, Tensor],
-        kv: tuple[Tensor, Tensor] | None,
+        kv: LayerKV | None,
         anchors: Tensor,
         block: BlockKV | None = None,
     ) -> Tensor:
@@ -115,7 +115,7 @@ class PrefixAttention(nn.Module):
 
         Args:
             rope: cos, sin ``[B, N, S, rotary]`` of the slots' positions.
-            kv: context K/V ``[B, kv_heads, capacity, d]``, or None for the block alone.
+            kv: context K/V ``[B, kv_heads, capacity, d]`` or pages, None for the block alone.
             anchors: the context ends before this position, ``[B, N]``.
             block: K/V of the slots before these, for blocks that grow slot by slot; takes up theirs too.
         """
@@ -129,9 +129,11 @@ class PrefixAttention(nn.Module):
         out = self._over(q.to(v.dtype), k, v, kv, Prefix.before(anchors, self.window))
         return self.o_proj(out.transpose(2, 3).reshape(B, N, S, c.heads * c.head_dim))
 
-    def _over(self, q: Tensor, k: Tensor, v: Tensor, kv: tuple[Tensor, Tensor] | None, prefix: Prefix) -> Tensor:
+    def _over(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV | None, prefix: Prefix) -> Tensor:
         if kv is None:
             return attend(q, k, v, None, None, None, self.causal)
+        if isinstance(kv, PagedKV):
+            return kv.attend(q, k, v, prefix, self.causal)
         context_k, context_v = kv
         if q.shape[1] > 1:  # many blocks a sequence (training): one product with the whole sequence, masked
             length = int(prefix.stop.max())

@@ -10,7 +10,7 @@ import json
 import shutil
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -23,11 +23,9 @@ from hspec.drafters.drafter import Drafter
 from hspec.drafters.family import make_drafter
 from hspec.drafters.formats.envelope import Checkpoint, is_speculators, same_rows
 from hspec.drafters.formats.speculators import described_config, read_speculators
+from hspec.drafters.host import DrafterHost
 from hspec.drafters.upgrade import upgrade_config, upgrade_weights
 from hspec.errors import HSpecError, UsageError
-
-if TYPE_CHECKING:
-    from hspec.targets.target import Target
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "drafter.safetensors"
@@ -125,7 +123,7 @@ def _parse_config(folder: Path, raw: dict[str, Any]) -> DrafterConfig:
         ) from error
 
 
-def load_drafter(folder: Path, target: Target) -> Drafter:
+def load_drafter(folder: Path, target: DrafterHost) -> Drafter:
     """Load a checkpoint of any layout and join it to its target, in fp32 on the target's device.
 
     Raises:
@@ -163,7 +161,7 @@ def _check_ids(ids: Tensor, config: DrafterConfig, where: str) -> Tensor:
     return ids
 
 
-def _join(checkpoint: Checkpoint, target: Target, where: str) -> Drafter:
+def _join(checkpoint: Checkpoint, target: DrafterHost, where: str) -> Drafter:
     """A checkpoint of another layout on its target; an embedding equal to the target's is not kept twice."""
     config, weights = checkpoint.config, dict(checkpoint.weights)
     check_target(config, target)
@@ -181,7 +179,7 @@ def _join(checkpoint: Checkpoint, target: Target, where: str) -> Drafter:
     return drafter
 
 
-def _own_embedding(checkpoint: Checkpoint, target: Target, weights: dict[str, Tensor], where: str) -> Tensor:
+def _own_embedding(checkpoint: Checkpoint, target: DrafterHost, weights: dict[str, Tensor], where: str) -> Tensor:
     """The embedding of a type that comes with one; ``weights`` get the mask's row if the file has none."""
     row = checkpoint.mask_token_id
     if checkpoint.embedding is None and row is not None:
@@ -201,7 +199,7 @@ def _own_embedding(checkpoint: Checkpoint, target: Target, weights: dict[str, Te
     return checkpoint.embedding
 
 
-def _check_shared(checkpoint: Checkpoint, target: Target, where: str) -> None:
+def _check_shared(checkpoint: Checkpoint, target: DrafterHost, where: str) -> None:
     """Of a type that has the target's embedding and head: ones that are stored all the same must be these."""
     stored = {"embed_tokens.weight": (checkpoint.embedding, target.embedding_weight)}
     if len(checkpoint.draft_ids) == target.vocab_size:
@@ -214,7 +212,7 @@ def _check_shared(checkpoint: Checkpoint, target: Target, where: str) -> None:
         )
 
 
-def build_drafter(config: DrafterConfig, target: Target, draft_ids: Tensor) -> Drafter:
+def build_drafter(config: DrafterConfig, target: DrafterHost, draft_ids: Tensor) -> Drafter:
     """A drafter with random trainable weights on the target's frozen ones."""
     draft_ids = draft_ids.to(target.device)
     head = target.head_weight[draft_ids].float()
@@ -241,7 +239,7 @@ def load_weights(drafter: Drafter, weights: dict[str, Tensor], where: str) -> No
         own[name].copy_(weight)
 
 
-def check_target(config: DrafterConfig, target: Target) -> None:
+def check_target(config: DrafterConfig, target: DrafterHost) -> None:
     """Refuse what cannot work, warn about what works worse.
 
     Raises:
@@ -263,9 +261,10 @@ def check_target(config: DrafterConfig, target: Target) -> None:
             f"this drafter reads K/V of {attention.kv_heads} heads x {attention.head_dim}, {target.name} has "
             f"{shape.kv_heads} x {shape.head_dim}: choose a drafter trained for this target"
         )
-    if made.weight_hash and made.weight_hash != target.weight_hash():
+    weights = target.weight_hash()
+    if made.weight_hash and weights and made.weight_hash != weights:
         warnings.warn(
-            f"the drafter was trained on other weights of {made.name} (hash {made.weight_hash}, here {target.weight_hash()}): "
+            f"the drafter was trained on other weights of {made.name} (hash {made.weight_hash}, here {weights}): "
             f"the text stays exact, but fewer drafts will be accepted",
             stacklevel=3,
         )

@@ -4,13 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from hspec.drafters.tree import DraftTree
 from hspec.targets.cache import KVView
+
+
+@runtime_checkable
+class PagedKV(Protocol):
+    """K and V of one layer that do not lie by position, and that know how to attend to them where they lie."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, prefix: Prefix, causal: bool) -> Tensor:
+        """One softmax over what each anchor sees before it and over its block; arguments and result as those of
+        :func:`hspec.drafters.attention.attend`, with N = 1."""
+
+
+LayerKV = tuple[Tensor, Tensor] | PagedKV
+"""Tensors ``[B, kv_heads, capacity, d]`` by position, or pages."""
+
+
+class KVSource(Protocol):
+    """The target's K/V by layer: a view of a cache, or a server's pages. Row b is valid up to ``lengths[b]``."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]: ...
+    def layer(self, index: int) -> LayerKV: ...
 
 
 @dataclass(frozen=True)
@@ -26,7 +47,7 @@ class DraftContext:
     """Positions of the anchors ``[B, N]`` int64."""
     taps: Tensor
     """Tapped hidden states at position p - 1, ``[B, N, taps, hidden]``."""
-    kv: KVView
+    kv: KVSource
     """The target's post-RoPE K/V, row b for sequence b; the drafter reads positions before p only."""
     memory: KVView | None = None
     """What the drafter itself keeps of every context token (see :meth:`hspec.drafters.drafter.Drafter.remember`), for those

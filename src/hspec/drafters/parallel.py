@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hspec.drafters.attention import PrefixAttention
 from hspec.drafters.config import GruConfig, LatentConfig, MarkovConfig, ParallelConfig, SelectorConfig
-from hspec.drafters.context import Chooser, Draft, DraftContext, greedy_chooser
+from hspec.drafters.context import Chooser, Draft, DraftContext, LayerKV, greedy_chooser
 from hspec.drafters.convolution import BlockConvolution
 from hspec.drafters.drafter import Drafter, Prediction
 from hspec.drafters.fusion import Fusion, StateSeed
@@ -114,7 +114,7 @@ class ParallelDrafter(Drafter):
                 trace.append(x)
         return self.norm(x)
 
-    def _prefix_kv(self, context: DraftContext, i: int) -> tuple[Tensor, Tensor] | None:
+    def _prefix_kv(self, context: DraftContext, i: int) -> LayerKV | None:
         """What attention sub-layer ``i`` sees before the anchor."""
         assert self.config.attention is not None
         if self.config.attention.context == "target":

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
-
-from jinja2 import Environment, StrictUndefined
 
 from hspec.errors import HSpecError, UsageError
 from hspec.evaluation import plots
 from hspec.evaluation.harness import AR, RECORDS_FILE
+from hspec.evaluation.page import render
 from hspec.evaluation.records import Record, RecordFile, TurnRecord
 from hspec.evaluation.setup import write_summary
 from hspec.evaluation.statistics import in_words
@@ -72,9 +70,8 @@ def write_report(
     unknown = set(ids) - {r.id for r in records}
     if unknown:
         raise UsageError(f"no answer to a prompt with id {', '.join(sorted(unknown))} in {folder}")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = (files("hspec") / "assets" / "report.html.j2").read_text(encoding="utf-8")
-    page = environment.from_string(template).render(
+    page = render(
+        "report.html.j2",
         summary=summary,
         about=json.loads((folder / "evaluation.json").read_text(encoding="utf-8")),
         settings=[_setting(name, found) for name, found in summary["settings"].items()],

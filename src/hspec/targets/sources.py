@@ -56,6 +56,32 @@ def load_reference(source: str, dtype: torch.dtype = torch.float32) -> tuple[Any
     return model.eval(), tokenizer
 
 
+def model_folder(source: str) -> Path | str:
+    """Where another engine finds the model in transformers' layout: a folder, or a hub id. The packaged one is converted first.
+
+    Raises:
+        UsageError: there is no such model, or it is a GGUF file.
+    """
+    name = ALIASES.get(source, source)
+    place = _smollm2_folder() if name == SMOLLM2_NAME else _place(name)
+    if isinstance(place, Path) and not place.is_dir():
+        raise UsageError(
+            f"{place} is a GGUF file, which is dequantised here only: give a folder in transformers' layout, or a hub id"
+        )
+    return place
+
+
+def read_tokenizer(source: str) -> Any:
+    """The model's tokenizer alone.
+
+    Raises:
+        UsageError: there is no such model.
+    """
+    place = str(model_folder(source))
+    with _Explained(place):
+        return AutoTokenizer.from_pretrained(place)
+
+
 def describe(source: str) -> Any:
     """The model's configuration alone, without its weights.
 

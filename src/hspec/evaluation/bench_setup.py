@@ -1,0 +1,135 @@
+"""From what the command line says to the entrants, the plan and the prompts of a bench of servers."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from hspec.errors import UsageError
+from hspec.evaluation.tasks.files import read_task
+from hspec.evaluation.tasks.long_context import long_prompt
+from hspec.evaluation.tasks.task import TaskPrompt
+from hspec.evaluation.throughput import NONE, Drive, Entrant, Plan
+from hspec.files import write_text
+from hspec.serving.load import VLLM_BENCH, Load, LoadResult, put_under_load
+from hspec.serving.server import server
+from hspec.targets.sources import ALIASES, model_folder, read_tokenizer
+
+PROMPTS_FILE = "prompts.jsonl"
+TASK = "long-qa"
+"""What prompts are made of, where no file of them is given."""
+NO_PREFIX_CACHE = "--no-enable-prefix-caching"
+"""The same prompts come again at each concurrency: from the second time on they would cost nothing."""
+
+
+def entrants_of(methods: Sequence[str], drafters: Sequence[str], k: int) -> list[Entrant]:
+    """
+    Args:
+        methods: ``none``, ``ngram``, ``hspec`` (the drafter that ships) or names of ``drafters``.
+        drafters: ``NAME=FOLDER``.
+
+    Raises:
+        UsageError: a method without a drafter, a drafter without a name, or a method twice.
+    """
+    folders: dict[str, str] = {}
+    for source in drafters:
+        name, _, folder = source.partition("=")
+        if not name or not folder:
+            raise UsageError(f"--drafter {source}: give a name and a folder, as in --drafter dflash=my-dflash")
+        folders[name] = folder
+    idle = set(folders) - set(methods)
+    if idle:
+        raise UsageError(f"--drafter {min(idle)}={folders[min(idle)]}: no such method in --methods ({', '.join(methods)})")
+    found: dict[str, Entrant] = {}
+    for name in methods:
+        if name in found:
+            raise UsageError(f"--methods names {name!r} twice")
+        found[name] = _entrant(name, folders.get(name), k)
+    return list(found.values())
+
+
+def _entrant(name: str, folder: str | None, k: int) -> Entrant:
+    if folder is not None:
+        return Entrant(name, ("--drafter", folder, "-k", str(k)), folder)
+    if name == NONE:
+        return Entrant(name, ("--no-draft",))
+    if name == "ngram":
+        return Entrant(name, ("--drafter", "ngram", "-k", str(k)), "prompt lookup")
+    if name == "hspec":
+        return Entrant(name, ("-k", str(k)), "the one that ships")
+    raise UsageError(
+        f"--methods: no drafter ships for {name!r}: train one ('hspec train --method {name}') and give its folder, --drafter {name}=FOLDER"
+    )
+
+
+def prompts_of(target: str, file: Path | None, tokens: int, count: int, seed: int, out: Path) -> tuple[Path, str, float]:
+    """Write what is sent to every server.
+
+    Args:
+        file: JSONL with ``prompt`` or ``turns`` (the first counts) in each line; None makes prompts of ``tokens`` tokens.
+
+    Returns:
+        The file in ``out``, where its prompts come from, and their mean length in tokens, the chat template's apart.
+
+    Raises:
+        UsageError: fewer prompts than requests: the same one twice would not cost the same twice.
+    """
+    tokenizer = read_tokenizer(target)
+
+    def count_tokens(text: str) -> int:
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    if file is None:
+        texts = [long_prompt(TASK, tokens, count_tokens, seed, i).prompt.turns[0] for i in range(count)]
+        origin = f"{TASK}-{tokens}, made from seed {seed}"
+    else:
+        found = _read(file)
+        if len(found) < count:
+            raise UsageError(
+                f"{file} has {len(found)} prompts, and --requests {count} needs as many: give more, or ask for fewer"
+            )
+        texts = [prompt.turns[0] for prompt in found[:count]]
+        origin = file.name
+    path = out / PROMPTS_FILE
+    write_text(path, "".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return path, origin, statistics.mean(map(count_tokens, texts))
+
+
+def _read(file: Path) -> Sequence[TaskPrompt]:
+    """Lines with ``prompt``, as vLLM's own benchmark has them, or with ``turns``."""
+    try:
+        records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError):
+        records = []  # read_task says what is wrong
+    if records and all(isinstance(r, dict) and isinstance(r.get("prompt"), str) for r in records):
+        return [TaskPrompt(str(n), (r["prompt"],)) for n, r in enumerate(records, 1)]
+    return read_task(file).prompts
+
+
+class Servers:
+    """Starts a target's server for one entrant after the other; logs lie beside the runs.
+
+    Args:
+        plan: what all have in common. out: folder of the bench.
+    """
+
+    def __init__(self, plan: Plan, out: Path):
+        self.plan, self.out = plan, out
+
+    @contextmanager
+    def start(self, entrant: Entrant) -> Iterator[Drive]:
+        name = ALIASES.get(self.plan.target, self.plan.target)
+        log = self.out / "logs" / f"{entrant.name}.log"
+        arguments = [self.plan.target, *entrant.arguments, "--served-model-name", name, *self.plan.server]
+        with server(arguments, log) as url:
+            tokenizer = str(model_folder(self.plan.target))
+
+            def drive(load: Load, work: Path) -> LoadResult:
+                return put_under_load(url, name, tokenizer, load, VLLM_BENCH, work)
+
+            drive(replace(self.plan.load(self.out / PROMPTS_FILE, 1), requests=1, max_tokens=8), self.out / "work")  # warms up
+            yield drive

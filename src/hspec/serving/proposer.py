@@ -1,0 +1,107 @@
+"""What vLLM makes in each worker: joins the drafter to the target, finds and tries the pages, and drafts after each step."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from hspec.drafters.checkpoint import known_config, load_drafter
+from hspec.drafters.config import ParallelConfig
+from hspec.errors import HSpecError
+from hspec.serving import hooks, plugin, versions
+from hspec.serving.pages import LAYOUTS
+from hspec.serving.self_test import check_pages
+from hspec.serving.settings import drafter_of
+from hspec.serving.step import Proposal, Step, StepDrafter
+from hspec.serving.targets import ServedTarget, TemplateHash, require_servable, require_supported
+
+logger = logging.getLogger("vllm.hspec")
+
+
+class HSpecProposer:
+    """vLLM makes one in each worker (``method: custom_class``) and calls it through the hooks.
+
+    Args:
+        config: ``vllm.config.VllmConfig``.
+
+    Raises:
+        HSpecError: this vLLM is not known.
+        UsageError: the target or the drafter cannot be served.
+    """
+
+    def __init__(self, config: Any):
+        versions.require(plugin.has_native())
+        plugin.require_registered()
+        require_supported(config)
+        self.vllm_config = config
+        self.folder = drafter_of(config.additional_config)
+        self.k = config.speculative_config.num_speculative_tokens
+        self.drafter_config = known_config(self.folder)
+        require_servable(self.drafter_config, self.k, str(self.folder))
+        # The runner asks this configuration (the target's own, for the method custom_class) which residual streams to give out.
+        config.speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids = tuple(
+            self.drafter_config.taps
+        )
+        hooks.install()
+        self._drafter: StepDrafter | None = None
+
+    # -- at start ------------------------------------------------------------------------------------------------
+
+    def load_model(self, model: Any) -> None:
+        """Join the drafter to the target's own embedding and LM head; the runner calls this when the target is loaded."""
+        config = self.vllm_config.model_config
+        vocabulary = config.hf_text_config.vocab_size
+        target = ServedTarget(
+            name=config.model,
+            config=config.hf_text_config,
+            template=TemplateHash(_template_hash(config)),
+            embedding_weight=model.model.embed_tokens.weight.detach()[:vocabulary],
+            head_weight=model.lm_head.weight.detach()[:vocabulary],
+        )
+        self._drafter = StepDrafter(load_drafter(self.folder, target).prepare(), self.k)
+        logger.info("H-Spec: %s with k = %d from %s", self.drafter_config.method, self.k, self.folder)
+
+    def bind(self, runner: Any) -> None:
+        """Find the pages of the layers that the drafter reads, and try them; the runner has just made its KV cache.
+
+        Raises:
+            HSpecError: they are not laid out as known.
+        """
+        assert isinstance(self.drafter_config, ParallelConfig) and self._drafter is not None
+        if len(runner.kv_cache_config.kv_cache_groups) != 1:
+            raise HSpecError(
+                f"the target's layers are in {len(runner.kv_cache_config.kv_cache_groups)} KV groups, and this plugin reads one: "
+                f"serve without --speculative-config"
+            )
+        wanted = set(self.drafter_config.kv_layers) if self.drafter_config.attention is not None else set()
+        found = hooks.attention_layers(runner)
+        for index in sorted(wanted):
+            layer = found[index]
+            name = hooks.layout_name(layer)
+            if name not in LAYOUTS:
+                raise HSpecError(
+                    f"the attention backend is {name}, and this plugin reads the pages of {', '.join(LAYOUTS)}: choose one of these "
+                    f"with --attention-backend, or serve without --speculative-config"
+                )
+            check_pages(layer.kv_cache, LAYOUTS[name], hooks.writer(layer), f"layer {index}")
+            self._drafter.layout = LAYOUTS[name]
+            self._drafter.pages[index] = layer.kv_cache
+
+    # -- each step -----------------------------------------------------------------------------------------------
+
+    def propose(self, *_: Any, **__: Any) -> list[list[int]]:
+        """What stock vLLM would call, with token ids alone; the hooks call :meth:`draft` instead."""
+        raise HSpecError("H-Spec's hooks are not in vLLM's runner: was vLLM's module replaced after the proposer was made?")
+
+    def draft(self, step: Step) -> Proposal:
+        """Draft behind every request that sampled a token; the hooks call this after each step of the target."""
+        assert self._drafter is not None
+        return self._drafter.draft(step)
+
+
+def _template_hash(config: Any) -> str:
+    from transformers import AutoTokenizer
+
+    from hspec.targets.template import ChatTemplate
+
+    return ChatTemplate(AutoTokenizer.from_pretrained(config.tokenizer, revision=config.tokenizer_revision)).hash

@@ -1,0 +1,148 @@
+"""What a server is told of a drafter: this plugin for those that read the target's K/V, vLLM's own methods for the others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hspec.api import drafter_folder
+from hspec.cache_folder import cache_folder
+from hspec.drafters import convert as conversion
+from hspec.drafters.checkpoint import check_target, known_config
+from hspec.drafters.config import DrafterConfig, ParallelConfig
+from hspec.drafters.ngram import NAME as NGRAM
+from hspec.errors import UsageError
+from hspec.serving.settings import additional_config, speculative_config
+from hspec.serving.targets import ServedTarget, TemplateHash
+from hspec.targets.sources import load_target, model_folder, read_tokenizer
+from hspec.targets.template import ChatTemplate
+
+NGRAM_K = 4
+NGRAM_LENGTHS = (2, 4)
+"""Suffixes that are looked up, as the embedded engine's prompt lookup has them."""
+
+NATIVE = ("dflash", "dflash2", "eagle3", "peagle")
+"""Methods that vLLM runs itself, from the speculators layout."""
+
+NATIVE_ON_GPU = ("dspark",)
+"""And those that only its second model runner has, which needs a GPU."""
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """A drafter as vLLM's options."""
+
+    label: str
+    """What drafts, in a few words."""
+    arguments: tuple[str, ...]
+    reads_pages: bool = False
+    """Whether it is this plugin's, which reads the target's pages."""
+
+
+NO_SPECULATION = Speculation("nothing", ())
+
+
+def speculation(source: str | None, target: str, name: str, config: Any, k: int | None, gpu: bool) -> Speculation:
+    """Find out how a drafter is served, before the target is loaded.
+
+    Args:
+        source: a folder or hub id, ``ngram``, or None for the one that ships.
+        target: as the user names it. name: what it stands for. config: transformers' configuration of it.
+        k: drafted tokens a step; None takes the drafter's largest. gpu: whether the server will have one.
+
+    Raises:
+        UsageError: no drafter, one of another target, a k it was not trained for, or a method that cannot be served here.
+        HSpecError: its files are damaged, or the converted ones cannot be written.
+    """
+    if source == NGRAM:
+        shortest, longest = NGRAM_LENGTHS
+        return Speculation(
+            "prompt lookup",
+            _options(
+                {
+                    "method": "ngram",
+                    "num_speculative_tokens": NGRAM_K if k is None else k,
+                    "prompt_lookup_min": shortest,
+                    "prompt_lookup_max": longest,
+                }
+            ),
+        )
+    folder = drafter_folder(source, name).absolute()
+    drafter = known_config(folder)
+    k = _drafts(drafter, k, folder)
+    _check_served(drafter, folder, gpu)
+    nothing = torch.empty(0)
+    template = TemplateHash(ChatTemplate(read_tokenizer(target)).hash)
+    check_target(drafter, ServedTarget(str(model_folder(target)), config, template, nothing, nothing))
+    if reads_target_kv(drafter):
+        arguments = (*_options(speculative_config(k)), "--additional-config", json.dumps(additional_config(folder)))
+        return Speculation(f"{drafter.method} at {folder}", arguments, reads_pages=True)
+    native = speculators_folder(folder, target)
+    return Speculation(
+        f"{drafter.method} at {folder}, by vLLM itself", _options({"model": str(native), "num_speculative_tokens": k})
+    )
+
+
+def _options(config: dict[str, Any]) -> tuple[str, ...]:
+    return "--speculative-config", json.dumps(config)
+
+
+def reads_target_kv(config: DrafterConfig) -> bool:
+    """Whether a drafter keeps nothing of its own: this plugin's kind."""
+    return isinstance(config, ParallelConfig) and not config.injects
+
+
+def _drafts(config: DrafterConfig, k: int | None, folder: Path) -> int:
+    if k is None:
+        return config.max_draft
+    if not 1 <= k <= config.max_draft:
+        raise UsageError(
+            f"-k {k}: the drafter at {folder} was trained for 1 to {config.max_draft} drafts a step, choose in that range"
+        )
+    return k
+
+
+def _check_served(config: DrafterConfig, folder: Path, gpu: bool) -> None:
+    if reads_target_kv(config) or config.method in NATIVE or (gpu and config.method in NATIVE_ON_GPU):
+        return
+    if config.method in NATIVE_ON_GPU:
+        raise UsageError(
+            f"the drafter at {folder} is of the method {config.method!r}, which vLLM runs on a GPU only: serve one of "
+            f"{', '.join(NATIVE)}, or one that reads the target's K/V (hspec methods)"
+        )
+    raise UsageError(
+        f"the drafter at {folder} is of the method {config.method!r}, which keeps K/V of its own and which vLLM does not know: this "
+        f"plugin serves those that read the target's (hspec methods), vLLM serves {', '.join((*NATIVE, *NATIVE_ON_GPU))}"
+    )
+
+
+def speculators_folder(folder: Path, target: str) -> Path:
+    """A drafter's folder in the layout that vLLM reads: the folder itself, or a converted one in the cache, made once.
+
+    Raises:
+        UsageError: that layout has no place for something of this drafter.
+        HSpecError: it cannot be written.
+    """
+    if conversion.layout_name(folder) == "speculators":
+        return folder
+    out = cache_folder() / "served" / f"{folder.name}-{_fingerprint(folder)}"
+    if not out.exists():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = out.with_name(out.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        conversion.convert(folder, partial, "speculators", load_target(target, linears="plain"))
+        partial.replace(out)
+    return out
+
+
+def _fingerprint(folder: Path) -> str:
+    """Of the files' names, sizes and times: a drafter that was trained on is another one."""
+    files = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".safetensors"))
+    stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(json.dumps([str(folder), stamps]).encode()).hexdigest()[:12]

@@ -1,0 +1,117 @@
+"""One step of a served target, as a drafter sees it. Nothing here knows vLLM, and nothing is kept between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hspec.decoding.draft_sampler import DraftSampler
+from hspec.decoding.params import SamplingParams
+from hspec.drafters.context import Draft, DraftContext
+from hspec.drafters.drafter import Drafter
+from hspec.serving.flash import flash_view, vllm_kernel
+from hspec.serving.pages import Layout, PagedView, gathered_view
+from hspec.serving.rows import DraftRow, draft_rows
+from hspec.serving.sampling import draft_params
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the target over R requests, just sampled."""
+
+    ids: Sequence[str]
+    params: Sequence[Any]
+    """``vllm.SamplingParams`` of each."""
+    sampled: Sequence[Sequence[int]]
+    """Tokens that each emitted; none where its prompt is not through."""
+    drafted: Sequence[int]
+    """Drafts of each that were put to the test."""
+    query_ends: Sequence[int]
+    """End of each one's rows in ``taps``."""
+    lengths: Sequence[int]
+    """Tokens of each in its pages, rejected drafts included."""
+    known: Sequence[int]
+    """Tokens of each so far, those just emitted included."""
+    tables: Tensor
+    """Block tables ``[R, n]``."""
+    taps: Sequence[Tensor]
+    """The tapped residual streams, ascending, ``[rows, hidden]`` each."""
+    k: int
+    """Drafts a request that the scheduler takes."""
+    history: Callable[[int], list[int]]
+    """All tokens of a request so far."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Drafts for the R requests of a step, B of which got some."""
+
+    tokens: list[list[int]]
+    """Of each of the R."""
+    probabilities: Tensor | None = None
+    """What they were drawn from, over the target's vocabulary, ``[B, k, vocabulary]``; None where all are greedy."""
+    ids: list[str] = field(default_factory=list)
+    """The B, in the order of ``probabilities``."""
+
+
+class StepDrafter:
+    """Drafts for all requests of a step in one forward of a drafter that keeps nothing.
+
+    ``pages`` are the caches of the target's layers that it reads, and ``layout`` is theirs; both are set once they are there.
+    """
+
+    def __init__(self, drafter: Drafter, k: int):
+        self.drafter, self.k = drafter, k
+        self.pages: dict[int, Tensor] = {}
+        self.layout: Layout | None = None
+
+    def draft(self, step: Step) -> Proposal:
+        """Draft behind every request that sampled a token; none for those still within their prompt."""
+        rows = draft_rows(step.sampled, step.drafted, step.query_ends, step.lengths, step.known)
+        drafts: list[list[int]] = [[] for _ in step.sampled]
+        k = min(self.k, step.k)
+        if not rows or k == 0:
+            return Proposal(drafts)
+        params = [draft_params(step.params[row.request]) for row in rows]
+        draft = self._propose(step, rows, params, k)
+        for row, tokens in zip(rows, draft.tokens.tolist(), strict=True):
+            drafts[row.request] = tokens
+        return Proposal(drafts, self._over_vocabulary(draft), [step.ids[row.request] for row in rows])
+
+    def _propose(self, step: Step, rows: Sequence[DraftRow], params: Sequence[SamplingParams], k: int) -> Draft:
+        device = step.taps[0].device
+        requests = torch.tensor([row.request for row in rows], device=device)
+        hidden = torch.tensor([row.hidden for row in rows], device=device)
+        positions = [row.position for row in rows]
+        context = DraftContext(
+            anchors=torch.tensor([[row.anchor] for row in rows], device=device),
+            positions=torch.tensor(positions, device=device)[:, None],
+            taps=torch.stack([tap[hidden] for tap in step.taps], dim=1)[:, None],  # [B, 1, taps, hidden]
+            kv=self._view(step.tables[requests], positions),
+        )
+        histories = [
+            torch.tensor(sorted(set(step.history(row.request))), device=device) if p.repetition_penalty != 1.0 else None
+            for row, p in zip(rows, params, strict=True)
+        ]
+        return self.drafter.propose(context, k, DraftSampler(params, positions, self.drafter.draft_ids, histories))
+
+    def _view(self, tables: Tensor, lengths: Sequence[int]) -> PagedView:
+        """The pages of the layers that the drafter reads; none for one that reads no K/V."""
+        if self.layout is None:
+            return PagedView({}, tuple(lengths))
+        if tables.device.type == "cuda":
+            return flash_view(self.pages, tables, lengths, vllm_kernel)
+        return gathered_view(self.pages, self.layout, tables, lengths)
+
+    def _over_vocabulary(self, draft: Draft) -> Tensor | None:
+        """``[B, k, draft vocabulary]`` -> ``[B, k, vocabulary]``."""
+        q = draft.probabilities
+        if q is None:
+            return None
+        full = q.new_zeros(*q.shape[:2], self.drafter.config.target.vocab_size)
+        full[..., self.drafter.draft_ids] = q
+        return full

@@ -1,0 +1,181 @@
+"""Which targets can be served, and what a drafter must know of one that vLLM runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sized
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from hspec.drafters.config import DrafterConfig, ParallelConfig
+from hspec.errors import UsageError
+from hspec.targets.cache import CacheShape
+
+FAMILIES = ("llama", "qwen3")
+"""transformers' model types whose pages and hidden states vLLM gives as the embedded engine has them."""
+
+CACHE_TYPES = ("auto", "float32", "bfloat16", "float16")
+"""Values of ``--kv-cache-dtype`` under which pages hold what the target computed."""
+
+
+def model_refusal(text: Any) -> str | None:
+    """Why a model cannot have H-Spec, as the end of a sentence; None if it can.
+
+    Args:
+        text: transformers' configuration of the language model.
+    """
+    sliding = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    if text.model_type not in FAMILIES:
+        return f"its family is {text.model_type!r}, and the plugin supports {' and '.join(FAMILIES)}"
+    if sliding or "sliding_attention" in (getattr(text, "layer_types", None) or ()):
+        return "it has layers with a sliding window, which the plugin does not support"
+    if getattr(text, "quantization_config", None) is not None:
+        return "its weights are quantised, which the plugin does not support"
+    return None
+
+
+def refusal(config: Any) -> str | None:
+    """Why a target, as vLLM is configured to run it, cannot have H-Spec, in one sentence; None if it can.
+
+    Args:
+        config: ``vllm.config.VllmConfig``, or anything with these fields.
+    """
+    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
+    checks = (
+        (bool(getattr(model, "use_mla", False)), "its attention is MLA, whose pages hold no keys and values"),
+        (bool(getattr(model, "is_hybrid", False)), "it is a hybrid of attention and recurrent layers"),
+        (bool(getattr(model, "is_multimodal_model", False)), "it is multimodal"),
+        (model.quantization is not None, f"its weights are quantised ({model.quantization})"),
+        (cache.cache_dtype not in CACHE_TYPES, f"its KV cache is quantised ({cache.cache_dtype})"),
+        (parallel.tensor_parallel_size > 1, f"it is spread over {parallel.tensor_parallel_size} devices (tensor parallel)"),
+        (parallel.pipeline_parallel_size > 1, f"it is cut into {parallel.pipeline_parallel_size} pipeline stages"),
+        (getattr(parallel, "decode_context_parallel_size", 1) > 1, "its context is spread over devices"),
+        (config.kv_transfer_config is not None, "its K/V are transferred to another server"),
+    )
+    reasons = [f"{why}, which the plugin does not support" for holds, why in checks if holds]
+    own = model_refusal(model.hf_text_config)
+    reasons += [] if own is None else [own]
+    return cannot_serve(model.model, reasons[0]) if reasons else None
+
+
+def cannot_serve(name: str, why: str) -> str:
+    return f"H-Spec cannot serve {name}: {why}; serve it with vLLM alone"
+
+
+def require_supported(config: Any) -> None:
+    """
+    Raises:
+        UsageError: the target, or how it is run, is not supported.
+    """
+    message = refusal(config)
+    if message is not None:
+        raise UsageError(message)
+
+
+def require_servable(config: DrafterConfig, k: int, where: str) -> None:
+    """
+    Raises:
+        UsageError: a drafter that keeps something of every token, or one that was trained for fewer drafts.
+    """
+    reads = isinstance(config, ParallelConfig) and not config.injects
+    if not reads:
+        raise UsageError(
+            f"the drafter at {where} is of the method {config.method!r}, which keeps K/V of its own: this plugin serves those that "
+            f"read the target's, vLLM serves the others (docs/serving.md)"
+        )
+    if not 1 <= k <= config.max_draft:
+        raise UsageError(
+            f"num_speculative_tokens is {k}, but the drafter at {where} was trained for 1 to {config.max_draft}: choose in that range"
+        )
+
+
+@dataclass(frozen=True)
+class TemplateHash:
+    hash: str
+
+
+@dataclass(frozen=True)
+class ServedTarget:
+    """What :func:`hspec.drafters.checkpoint.load_drafter` asks of a target (:class:`hspec.drafters.host.DrafterHost`).
+
+    ``embedding_weight`` and ``head_weight`` are vLLM's own tensors, ``[vocabulary, hidden]``. The drafter shares the first, and copies
+    the second's rows of its draft vocabulary.
+    """
+
+    name: str
+    config: Any
+    """transformers' configuration."""
+    template: TemplateHash
+    embedding_weight: Tensor
+    head_weight: Tensor
+
+    @property
+    def layers(self) -> Sized:
+        return range(self.config.num_hidden_layers)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        c = self.config
+        head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        return CacheShape(c.num_hidden_layers, c.num_key_value_heads, head_dim)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding_weight.device
+
+    @cached_property
+    def _hash(self) -> str | None:
+        return folder_hash(Path(self.name), self.config)
+
+    def weight_hash(self) -> str | None:
+        return self._hash
+
+
+def folder_hash(folder: Path, config: Any) -> str | None:
+    """:meth:`hspec.targets.target.Target.weight_hash` from a folder's safetensors, reading some rows of each weight only.
+
+    Returns:
+        None where the weights are not in such files here.
+    """
+    files = _weight_files(folder)
+    names = sorted(files)
+    tied = getattr(config, "tie_word_embeddings", False) and "lm_head.weight" not in files
+    source = {name: name for name in names} | ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
+    if not names or any(name not in files for name in source.values()):
+        return None
+    digest = hashlib.sha256()
+    for name in sorted(source):
+        with safe_open(files[source[name]], framework="pt") as file:
+            part = file.get_slice(source[name])
+            step = max(1, part.get_shape()[0] // 16)
+            rows = torch.stack([part[row] for row in range(0, part.get_shape()[0], step)])
+        digest.update(name.encode())
+        digest.update(rows.reshape(rows.shape[0], -1).float().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _weight_files(folder: Path) -> dict[str, Path]:
+    """Which file of a model's folder holds each weight."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        return {}
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single)

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hspec.errors import UsageError
+from hspec.evaluation.bench_setup import entrants_of, prompts_of
+from hspec.evaluation.throughput import Entrant
+from tests.saved import save_target
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_target(tmp_path_factory.mktemp("bench") / "target"))
+
+
+def test_what_each_server_is_told() -> None:
+    assert entrants_of(["none", "ngram", "hspec", "mine"], ["mine=a/b=c"], 3) == [
+        Entrant("none", ("--no-draft",)),
+        Entrant("ngram", ("--drafter", "ngram", "-k", "3"), "prompt lookup"),
+        Entrant("hspec", ("-k", "3"), "the one that ships"),
+        Entrant("mine", ("--drafter", "a/b=c", "-k", "3"), "a/b=c"),
+    ]
+    (own,) = entrants_of(["hspec"], ["hspec=x"], 3)
+    assert own.drafter == "x"
+
+
+@pytest.mark.parametrize(
+    "methods, drafters, why",
+    [
+        (["dflash"], [], "no drafter ships for 'dflash': train one .*--drafter dflash=FOLDER"),
+        (["none"], ["dflash=x"], "no such method in --methods"),
+        (["none", "none"], [], "twice"),
+        (["a"], ["x"], "give a name and a folder"),
+        (["a"], ["a="], "give a name and a folder"),
+    ],
+)
+def test_methods_that_make_no_sense(methods: list[str], drafters: list[str], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        entrants_of(methods, drafters, 3)
+
+
+def lines(path: Path) -> list[str]:
+    return [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
+
+
+def test_made_prompts_have_their_length_and_differ(target: str, tmp_path: Path) -> None:
+    path, origin, mean = prompts_of(target, None, 1500, 3, 5, tmp_path)
+    found = lines(path)
+    assert len(set(found)) == 3 and 1200 < mean <= 1500 and origin == "long-qa-1500, made from seed 5"
+    assert lines(prompts_of(target, None, 1500, 2, 5, tmp_path / "again")[0]) == found[:2]
+
+
+@pytest.mark.parametrize("line", ['{{"prompt": "number {0}"}}', '{{"id": "{0}", "turns": ["number {0}", "later"]}}'])
+def test_prompts_of_a_file(target: str, tmp_path: Path, line: str) -> None:
+    file = tmp_path / "some.jsonl"
+    file.write_text("".join(line.format(n) + "\n" for n in range(4)))
+    path, origin, _ = prompts_of(target, file, 600, 3, 0, tmp_path / "out")
+    assert lines(path) == ["number 0", "number 1", "number 2"] and origin == "some.jsonl"
+    with pytest.raises(UsageError, match="has 4 prompts, and --requests 5 needs as many"):
+        prompts_of(target, file, 600, 5, 0, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "text, why", [("", "no prompt"), ('{"turns": 3}\n', "bad line"), ("{", "bad line"), (None, "no task file")]
+)
+def test_a_file_without_prompts(target: str, tmp_path: Path, text: str | None, why: str) -> None:
+    file = tmp_path / "some.jsonl"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UsageError, match=why):
+        prompts_of(target, file, 600, 1, 0, tmp_path / "out")

@@ -1,0 +1,106 @@
+"""Which of vLLM's options a drafter becomes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hspec.drafters.checkpoint import load_drafter, save_drafter
+from hspec.errors import UsageError
+from hspec.serving.speculation import Speculation, speculation, speculators_folder
+from hspec.targets.sources import describe
+from tests.methods import trained
+from tests.saved import loaded, save_drafter_for, save_target
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    target = loaded(save_target(folder / "target"))
+    save_drafter_for(target, folder / "hspec")
+    for method in ("dflash", "dspark", "dflash-kv", "redrafter"):
+        # A mask token, as training names one: the layout that servers load has no mask vector of its own.
+        save_drafter(trained(target, method, mask_token_id=2), folder / method)
+    return folder
+
+
+@pytest.fixture
+def spoken(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Speculation of a drafter of ``place``."""
+    monkeypatch.setenv("HSPEC_CACHE", str(tmp_path / "cache"))
+    target = str(place / "target")
+
+    def of(drafter: str, k: int | None = None, gpu: bool = False) -> Speculation:
+        source = drafter if drafter == "ngram" else str(place / drafter)
+        return speculation(source, target, target, describe(target), k, gpu)
+
+    return of
+
+
+def option(made: Speculation, name: str) -> Any:
+    return json.loads(made.arguments[made.arguments.index(name) + 1])
+
+
+@pytest.mark.parametrize("method", ["hspec", "dflash-kv"])
+def test_what_reads_the_pages_is_the_plugins(spoken, place: Path, method: str) -> None:
+    made = spoken(method, 2)
+    assert made.reads_pages
+    assert option(made, "--speculative-config") == {
+        "method": "custom_class", "model": "hspec.serving.proposer.HSpecProposer", "num_speculative_tokens": 2,
+    }  # fmt: skip
+    assert option(made, "--additional-config") == {"hspec_drafter": str(place / method)}
+
+
+def test_what_vllm_knows_is_converted_once(spoken, place: Path, tmp_path: Path) -> None:
+    made = spoken("dflash")
+    told = option(made, "--speculative-config")
+    folder = Path(told["model"])
+    target = loaded(place / "target")
+    original, converted = (load_drafter(where, target) for where in (place / "dflash", folder))
+    assert not made.reads_pages and "--additional-config" not in made.arguments
+    assert told["num_speculative_tokens"] == original.max_draft
+    assert json.loads((folder / "config.json").read_text())["speculators_model_type"] == "dflash"
+    assert converted.config.method == "dflash"
+    stamp = (folder / "config.json").stat().st_mtime_ns
+    assert option(spoken("dflash"), "--speculative-config") == told and (folder / "config.json").stat().st_mtime_ns == stamp
+    assert speculators_folder(folder, str(place / "target")) == folder  # it is in that layout already
+    assert not list((tmp_path / "cache").rglob("*.partial"))
+
+
+def test_a_drafter_that_was_trained_on_is_converted_again(spoken, place: Path) -> None:
+    before = option(spoken("dflash"), "--speculative-config")["model"]
+    (place / "dflash" / "config.json").touch()
+    assert option(spoken("dflash"), "--speculative-config")["model"] != before
+
+
+def test_prompt_lookup(spoken) -> None:
+    told = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    assert option(spoken("ngram", 3), "--speculative-config") == told
+
+
+def test_dspark_needs_a_gpu(spoken) -> None:
+    with pytest.raises(UsageError, match="of the method 'dspark', which vLLM runs on a GPU only: serve one of dflash"):
+        spoken("dspark")
+    assert option(spoken("dspark", gpu=True), "--speculative-config")["num_speculative_tokens"] >= 1
+
+
+@pytest.mark.parametrize(
+    "drafter, k, why",
+    [
+        ("redrafter", None, "of the method 'redrafter', which keeps K/V of its own and which vLLM does not know"),
+        ("hspec", 99, "-k 99: the drafter at .*hspec was trained for 1 to"),
+        ("nowhere", None, "nowhere"),
+    ],
+)
+def test_what_cannot_be_served(spoken, drafter: str, k: int | None, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        spoken(drafter, k)
+
+
+def test_another_targets_drafter(place: Path, tmp_path: Path) -> None:
+    other = save_target(tmp_path / "other", hidden=64)
+    with pytest.raises(UsageError):
+        speculation(str(place / "hspec"), str(other), str(other), describe(str(other)), None, False)
