@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from pathlib import Path
 
+from hspec.cache_folder import cache_folder
 from hspec.serving.metrics import KVWatcher, read_metrics
 from hspec.serving.server import server
 
@@ -16,10 +15,7 @@ def main(target: str = "smollm2") -> None:
     from openai import OpenAI
 
     print(f"Starting vLLM with {target} and its drafter (half a minute or more) ...", flush=True)
-    with (
-        tempfile.TemporaryDirectory() as place,
-        server([target, "--max-model-len", "2048"], Path(place) / "server.log") as address,
-    ):
+    with server([target, "--max-model-len", "2048"], cache_folder() / "logs" / "serve-demo.log") as address:
         client = OpenAI(base_url=f"{address}/v1", api_key="none")
         model = client.models.list().data[0].id
         began = time.monotonic()

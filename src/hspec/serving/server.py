@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import subprocess
@@ -20,8 +21,9 @@ START_SECONDS = 600
 """Longest that a server may take to start ..."""
 STOP_SECONDS = 60
 """... and to stop, before it is killed."""
-_SAID = 2000
-"""Characters of the log that an error quotes."""
+_SAID = 1000
+"""Characters of the log that an error quotes at most."""
+_CAUSE = re.compile(r"^hspec: .*|\b[\w.]*(?:Error|Exception): .*", re.MULTILINE)
 
 
 @contextmanager
@@ -32,7 +34,7 @@ def server(arguments: Sequence[str], log: Path) -> Iterator[str]:
         log: what it says goes there.
 
     Raises:
-        HSpecError: it does not start; the end of what it said is in the message.
+        HSpecError: it does not start; its first error is in the message.
     """
     port = free_port()
     command = [sys.executable, "-m", "hspec.cli", "serve", *arguments, "--port", str(port)]
@@ -66,15 +68,21 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end:
         if process.poll() is not None:
-            raise HSpecError(f"the server did not start (all it said is in {log}): {_end(log)}")
+            raise HSpecError(f"the server did not start (all it said is in {log}): {_cause_in(log)}")
         try:
             if requests.get(f"{url}/health", timeout=10).ok:
                 return
         except requests.RequestException:
             pass
         time.sleep(0.5)
-    raise HSpecError(f"the server did not start within {START_SECONDS} seconds (all it said is in {log}): {_end(log)}")
+    raise HSpecError(f"the server did not start within {START_SECONDS} seconds (all it said is in {log}): {_cause_in(log)}")
 
 
-def _end(log: Path) -> str:
-    return log.read_text(encoding="utf-8", errors="replace")[-_SAID:]
+def cause(said: str) -> str:
+    """What went wrong, from all that a server said: its first error, as those behind it follow from that; or its last words."""
+    found = _CAUSE.search(said)
+    return (found.group() if found else said.strip()[-_SAID:])[:_SAID]
+
+
+def _cause_in(log: Path) -> str:
+    return cause(log.read_text(encoding="utf-8", errors="replace"))
