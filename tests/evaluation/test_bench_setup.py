@@ -7,6 +7,7 @@ import pytest
 
 from hspec.errors import UsageError
 from hspec.evaluation.bench_setup import entrants_of, prompts_of
+from hspec.evaluation.tasks.catalogue import load_tasks
 from hspec.evaluation.throughput import Entrant
 from tests.saved import save_target
 
@@ -53,14 +54,23 @@ def test_made_prompts_have_their_length_and_differ(target: str, tmp_path: Path) 
     assert lines(prompts_of(target, None, 1500, 2, 5, tmp_path / "again")[0]) == found[:2]
 
 
+def test_built_in_prompts_come_in_turn(target: str, tmp_path: Path) -> None:
+    path, origin, _ = prompts_of(target, None, None, 17, 0, tmp_path)
+    tasks = load_tasks(("families",))
+    firsts = [task.prompts[n].turns[0] for n in (0, 1) for task in tasks]
+    assert len(tasks) == 8 and lines(path) == [*firsts, tasks[0].prompts[2].turns[0]] and "built-in" in origin
+    with pytest.raises(UsageError, match="--requests 1000 needs as many"):
+        prompts_of(target, None, None, 1000, 0, tmp_path)
+
+
 @pytest.mark.parametrize("line", ['{{"prompt": "number {0}"}}', '{{"id": "{0}", "turns": ["number {0}", "later"]}}'])
 def test_prompts_of_a_file(target: str, tmp_path: Path, line: str) -> None:
     file = tmp_path / "some.jsonl"
     file.write_text("".join(line.format(n) + "\n" for n in range(4)))
-    path, origin, _ = prompts_of(target, file, 600, 3, 0, tmp_path / "out")
+    path, origin, _ = prompts_of(target, file, None, 3, 0, tmp_path / "out")
     assert lines(path) == ["number 0", "number 1", "number 2"] and origin == "some.jsonl"
-    with pytest.raises(UsageError, match="has 4 prompts, and --requests 5 needs as many"):
-        prompts_of(target, file, 600, 5, 0, tmp_path / "out")
+    with pytest.raises(UsageError, match=r"some\.jsonl: 4 prompts, and --requests 5 needs as many"):
+        prompts_of(target, file, None, 5, 0, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -71,4 +81,4 @@ def test_a_file_without_prompts(target: str, tmp_path: Path, text: str | None, w
     if text is not None:
         file.write_text(text)
     with pytest.raises(UsageError, match=why):
-        prompts_of(target, file, 600, 1, 0, tmp_path / "out")
+        prompts_of(target, file, None, 1, 0, tmp_path / "out")

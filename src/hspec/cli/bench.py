@@ -30,9 +30,9 @@ def serve(
     requests: Annotated[int, typer.Option(min=1, help="Of each load; at least the highest concurrency.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Every round starts each server once.")] = 3,
     prompts: Annotated[
-        Path | None, typer.Option(help='JSONL with "prompt" or "turns"; by default prompts are made of --input-tokens.')
+        Path | None, typer.Option(help='JSONL with "prompt" or "turns"; by default the built-in prompts of the eight families.')
     ] = None,
-    input_tokens: Annotated[int, typer.Option(min=1, help="Of a made prompt.")] = 512,
+    input_tokens: Annotated[int | None, typer.Option(min=1, help="Send made prompts of this length instead.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="Of every answer; ends are not heeded.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     k: Annotated[int, typer.Option("-k", min=1, help="Drafted tokens a step, of all methods.")] = 4,
@@ -52,6 +52,8 @@ def serve(
     from hspec.evaluation.throughput import Plan, write_bench
     from hspec.evaluation.throughput import bench as run_bench
 
+    if prompts is not None and input_tokens is not None:
+        raise UsageError("--prompts has prompts of its own, and --input-tokens makes some: leave out one of them")
     counts = numbers("--concurrency", concurrency)
     if requests < max(counts):
         raise UsageError(f"--requests {requests} never are {max(counts)} at once: ask for as many at least")

@@ -7,12 +7,14 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 
 from hspec.errors import UsageError
+from hspec.evaluation.tasks.catalogue import load_tasks
 from hspec.evaluation.tasks.files import read_task
 from hspec.evaluation.tasks.long_context import long_prompt
-from hspec.evaluation.tasks.task import TaskPrompt
+from hspec.evaluation.tasks.task import Task, TaskPrompt
 from hspec.evaluation.throughput import NONE, Drive, Entrant, Plan
 from hspec.files import write_text
 from hspec.serving.load import VLLM_BENCH, Load, LoadResult, put_under_load
@@ -20,8 +22,10 @@ from hspec.serving.server import server
 from hspec.targets.sources import ALIASES, model_folder, read_tokenizer
 
 PROMPTS_FILE = "prompts.jsonl"
+FAMILIES = "families"
+"""Whose built-in prompts are sent, where neither a file nor a length is given."""
 TASK = "long-qa"
-"""What prompts are made of, where no file of them is given."""
+"""What prompts of a wanted length are made of."""
 NO_PREFIX_CACHE = "--no-enable-prefix-caching"
 """The same prompts come again at each concurrency: from the second time on they would cost nothing."""
 
@@ -66,11 +70,12 @@ def _entrant(name: str, folder: str | None, k: int) -> Entrant:
     )
 
 
-def prompts_of(target: str, file: Path | None, tokens: int, count: int, seed: int, out: Path) -> tuple[Path, str, float]:
+def prompts_of(target: str, file: Path | None, tokens: int | None, count: int, seed: int, out: Path) -> tuple[Path, str, float]:
     """Write what is sent to every server.
 
     Args:
-        file: JSONL with ``prompt`` or ``turns`` (the first counts) in each line; None makes prompts of ``tokens`` tokens.
+        file: JSONL with ``prompt`` or ``turns`` (the first counts) in each line. tokens: makes prompts of this length instead. With
+            neither they are the built-in ones of the eight families, in turn.
 
     Returns:
         The file in ``out``, where its prompts come from, and their mean length in tokens, the chat template's apart.
@@ -83,20 +88,26 @@ def prompts_of(target: str, file: Path | None, tokens: int, count: int, seed: in
     def count_tokens(text: str) -> int:
         return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    if file is None:
+    if file is None and tokens is not None:
         texts = [long_prompt(TASK, tokens, count_tokens, seed, i).prompt.turns[0] for i in range(count)]
         origin = f"{TASK}-{tokens}, made from seed {seed}"
     else:
-        found = _read(file)
+        found = _in_turn(load_tasks((FAMILIES,))) if file is None else _read(file)
+        origin = "the built-in prompts of the eight families" if file is None else file.name
         if len(found) < count:
             raise UsageError(
-                f"{file} has {len(found)} prompts, and --requests {count} needs as many: give more, or ask for fewer"
+                f"{origin}: {len(found)} prompts, and --requests {count} needs as many: give more, or ask for fewer"
             )
         texts = [prompt.turns[0] for prompt in found[:count]]
-        origin = file.name
     path = out / PROMPTS_FILE
     write_text(path, "".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     return path, origin, statistics.mean(map(count_tokens, texts))
+
+
+def _in_turn(tasks: Sequence[Task]) -> Sequence[TaskPrompt]:
+    """The first prompt of each task, then the second ones."""
+    rounds = zip_longest(*(task.prompts for task in tasks))
+    return [prompt for each in rounds for prompt in each if prompt is not None]
 
 
 def _read(file: Path) -> Sequence[TaskPrompt]:
