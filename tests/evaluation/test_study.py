@@ -99,6 +99,12 @@ def test_what_ships_and_what_is_wrong(tmp_path: Path) -> None:
         ({"entries": [{"method": "hspec"}, {"method": "hspec"}]}, "two entries are called 'hspec'"),
         ({"job": {"init_from": "x"}, "entries": [{"method": "hspec"}]}, "job.init_from"),
         ({"entries": [{"method": "hspec"}], "mesure": {}}, "mesure"),
+        ({"entries": [{"job": {"target": "x"}}]}, "hspec: job.target is the study's"),
+        ({"entries": [{"job": {"train": {"precision": "bf16"}}}]}, "hspec: job.train.precision is the study's"),
+        ({"entries": [{"name": "a/b"}]}, "name"),
+        ({"entries": [{"job": {"train": {"rate": 1}}}]}, "rate"),
+        ({"entries": [{"job": {"init_from": "x"}}]}, "job.init_from"),
+        ({"equal": "compute", "entries": [{"name": "long", "job": {"train": {"steps": 9}}}]}, "long: job.train.steps follow"),
     ]:
         path = tmp_path / "study.yaml"
         path.write_text(yaml.safe_dump(change))

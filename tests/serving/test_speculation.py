@@ -91,7 +91,7 @@ def test_dspark_needs_a_gpu(spoken) -> None:
     "drafter, k, why",
     [
         ("redrafter", None, "of the method 'redrafter', which keeps K/V of its own and which vLLM does not know"),
-        ("hspec", 99, "-k 99: the drafter at .*hspec was trained for 1 to"),
+        ("hspec", 99, "99 drafts a step, but the drafter at .*hspec was trained for 1 to"),
         ("nowhere", None, "nowhere"),
     ],
 )

@@ -64,7 +64,7 @@ def test_refused_by_name(config, why):
 
 def test_drafters(target):
     require_servable(tiny_config(target), 5, "there")
-    with pytest.raises(UsageError, match="num_speculative_tokens is 6, but the drafter at there was trained for 1 to 5"):
+    with pytest.raises(UsageError, match="6 drafts a step, but the drafter at there was trained for 1 to 5"):
         require_servable(tiny_config(target), 6, "there")
     keeps = tiny_config(target, context="features", method="dflash")
     with pytest.raises(UsageError, match="'dflash', which keeps K/V of its own"):

@@ -42,10 +42,9 @@ def _is_drafter(path: Path) -> bool:
 
 
 def describe_target(config: Any) -> dict[str, Any]:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shape = CacheShape(config.num_hidden_layers, config.num_key_value_heads, head_dim)
+    shape = CacheShape.of(config)
     embedding = config.vocab_size * config.hidden_size
-    attention = config.hidden_size * head_dim * (config.num_attention_heads + config.num_key_value_heads) * 2
+    attention = config.hidden_size * shape.head_dim * (config.num_attention_heads + config.num_key_value_heads) * 2
     mlp = 3 * config.hidden_size * config.intermediate_size
     parts = {
         "embedding": embedding,
@@ -59,7 +58,7 @@ def describe_target(config: Any) -> dict[str, Any]:
         "hidden_size": config.hidden_size,
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
-        "head_dim": head_dim,
+        "head_dim": shape.head_dim,
         "vocab_size": config.vocab_size,
         "context": config.max_position_embeddings,
         "parameters": sum(parts.values()),

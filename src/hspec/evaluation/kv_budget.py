@@ -18,7 +18,7 @@ from hspec.drafters.parameters import parameters_by_part
 from hspec.drafters.presets import PUBLISHED_INJECTION, attention_layers, preset_of
 from hspec.errors import UsageError
 from hspec.evaluation.compare import base_of
-from hspec.targets.cache import CacheShape
+from hspec.targets.cache import CacheShape, head_dim_of
 from hspec.targets.sources import ALIASES
 from hspec.targets.sources import describe as target_config
 
@@ -140,7 +140,7 @@ def _memory_of_config(target: str, config: Any) -> TargetMemory:
     full, sliding = kinds.count("full_attention"), kinds.count("sliding_attention")
     if not full:
         raise UsageError(f"{target} has no layer that keeps all tokens, so its KV cache does not grow past {window} tokens")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = head_dim_of(config)
     caches = [Cache(CacheShape(full, config.num_key_value_heads, head_dim))]
     if sliding:
         caches.append(Cache(CacheShape(sliding, config.num_key_value_heads, head_dim), window))

@@ -64,8 +64,9 @@ class Entry(Strict):
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"{self.label}: a seed is there twice: {list(self.seeds)}")
         own = sorted({"target", "method"} & self.job.keys())
+        own += [f"train.{key}" for key in ("seed", "precision") if key in self.job.get("train", {})]
         if own:
-            raise ValueError(f"{self.label}: job.{own[0]} is the study's, or stands beside it as the entry's own")
+            raise ValueError(f"{self.label}: job.{own[0]} is the study's, or stands beside job as the entry's own")
         return self
 
     @property
@@ -242,7 +243,6 @@ def _check_shapes(study: Study) -> None:
         UsageError: a drafter that does not fit the target; before anything is trained.
     """
     for piece in study.pieces():
-        study.job_of(piece)
         shape(study.job_of(piece))
 
 

@@ -15,11 +15,11 @@ from hspec.api import drafter_folder
 from hspec.cache_folder import cache_folder
 from hspec.drafters import convert as conversion
 from hspec.drafters.checkpoint import check_target, known_config
-from hspec.drafters.config import DrafterConfig, ParallelConfig
+from hspec.drafters.config import DrafterConfig
 from hspec.drafters.ngram import NAME as NGRAM
 from hspec.errors import UsageError
 from hspec.serving.settings import additional_config, speculative_config
-from hspec.serving.targets import ServedTarget, TemplateHash
+from hspec.serving.targets import ServedTarget, TemplateHash, check_drafts, reads_target_kv
 from hspec.targets.sources import load_target, model_folder, read_tokenizer
 from hspec.targets.template import ChatTemplate
 
@@ -38,14 +38,12 @@ NATIVE_ON_GPU = ("dspark",)
 class Speculation:
     """A drafter as vLLM's options."""
 
-    label: str
-    """What drafts, in a few words."""
     arguments: tuple[str, ...]
     reads_pages: bool = False
     """Whether it is this plugin's, which reads the target's pages."""
 
 
-NO_SPECULATION = Speculation("nothing", ())
+NO_SPECULATION = Speculation(())
 
 
 def speculation(source: str | None, target: str, name: str, config: Any, k: int | None, gpu: bool) -> Speculation:
@@ -62,50 +60,25 @@ def speculation(source: str | None, target: str, name: str, config: Any, k: int 
     """
     if source == NGRAM:
         shortest, longest = NGRAM_LENGTHS
-        return Speculation(
-            "prompt lookup",
-            _options(
-                {
-                    "method": "ngram",
-                    "num_speculative_tokens": NGRAM_K if k is None else k,
-                    "prompt_lookup_min": shortest,
-                    "prompt_lookup_max": longest,
-                }
-            ),
-        )
+        lengths = {"prompt_lookup_min": shortest, "prompt_lookup_max": longest}
+        return Speculation(_options({"method": NGRAM, "num_speculative_tokens": NGRAM_K if k is None else k, **lengths}))
     folder = drafter_folder(source, name).absolute()
     drafter = known_config(folder)
-    k = _drafts(drafter, k, folder)
+    k = drafter.max_draft if k is None else k
+    check_drafts(drafter, k, str(folder))
     _check_served(drafter, folder, gpu)
     nothing = torch.empty(0)
     template = TemplateHash(ChatTemplate(read_tokenizer(target)).hash)
     check_target(drafter, ServedTarget(str(model_folder(target)), config, template, nothing, nothing))
     if reads_target_kv(drafter):
         arguments = (*_options(speculative_config(k)), "--additional-config", json.dumps(additional_config(folder)))
-        return Speculation(f"{drafter.method} at {folder}", arguments, reads_pages=True)
+        return Speculation(arguments, reads_pages=True)
     native = speculators_folder(folder, target)
-    return Speculation(
-        f"{drafter.method} at {folder}, by vLLM itself", _options({"model": str(native), "num_speculative_tokens": k})
-    )
+    return Speculation(_options({"model": str(native), "num_speculative_tokens": k}))
 
 
 def _options(config: dict[str, Any]) -> tuple[str, ...]:
     return "--speculative-config", json.dumps(config)
-
-
-def reads_target_kv(config: DrafterConfig) -> bool:
-    """Whether a drafter keeps nothing of its own: this plugin's kind."""
-    return isinstance(config, ParallelConfig) and not config.injects
-
-
-def _drafts(config: DrafterConfig, k: int | None, folder: Path) -> int:
-    if k is None:
-        return config.max_draft
-    if not 1 <= k <= config.max_draft:
-        raise UsageError(
-            f"-k {k}: the drafter at {folder} was trained for 1 to {config.max_draft} drafts a step, choose in that range"
-        )
-    return k
 
 
 def _check_served(config: DrafterConfig, folder: Path, gpu: bool) -> None:

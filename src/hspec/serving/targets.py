@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sized
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch import Tensor
 from hspec.drafters.config import DrafterConfig, ParallelConfig
 from hspec.errors import UsageError
 from hspec.targets.cache import CacheShape
+from hspec.targets.weight_hash import hash_weights, sampled_rows
 
 FAMILIES = ("llama", "qwen3")
 """transformers' model types whose pages and hidden states vLLM gives as the embedded engine has them."""
@@ -79,20 +79,32 @@ def require_supported(config: Any) -> None:
         raise UsageError(message)
 
 
+def reads_target_kv(config: DrafterConfig) -> bool:
+    """Whether a drafter keeps nothing of its own: the kind that this plugin serves."""
+    return isinstance(config, ParallelConfig) and not config.injects
+
+
 def require_servable(config: DrafterConfig, k: int, where: str) -> None:
     """
     Raises:
         UsageError: a drafter that keeps something of every token, or one that was trained for fewer drafts.
     """
-    reads = isinstance(config, ParallelConfig) and not config.injects
-    if not reads:
+    if not reads_target_kv(config):
         raise UsageError(
             f"the drafter at {where} is of the method {config.method!r}, which keeps K/V of its own: this plugin serves those that "
             f"read the target's, vLLM serves the others (docs/serving.md)"
         )
+    check_drafts(config, k, where)
+
+
+def check_drafts(config: DrafterConfig, k: int, where: str) -> None:
+    """
+    Raises:
+        UsageError: more drafts a step than a drafter was trained for, or none.
+    """
     if not 1 <= k <= config.max_draft:
         raise UsageError(
-            f"num_speculative_tokens is {k}, but the drafter at {where} was trained for 1 to {config.max_draft}: choose in that range"
+            f"{k} drafts a step, but the drafter at {where} was trained for 1 to {config.max_draft}: choose in that range"
         )
 
 
@@ -130,9 +142,7 @@ class ServedTarget:
 
     @property
     def cache_shape(self) -> CacheShape:
-        c = self.config
-        head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        return CacheShape(c.num_hidden_layers, c.num_key_value_heads, head_dim)
+        return CacheShape.of(self.config)
 
     @property
     def device(self) -> torch.device:
@@ -158,15 +168,13 @@ def folder_hash(folder: Path, config: Any) -> str | None:
     source = {name: name for name in names} | ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
     if not names or any(name not in files for name in source.values()):
         return None
-    digest = hashlib.sha256()
-    for name in sorted(source):
-        with safe_open(files[source[name]], framework="pt") as file:
-            part = file.get_slice(source[name])
-            step = max(1, part.get_shape()[0] // 16)
-            rows = torch.stack([part[row] for row in range(0, part.get_shape()[0], step)])
-        digest.update(name.encode())
-        digest.update(rows.reshape(rows.shape[0], -1).float().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]
+
+    def rows(name: str) -> Tensor:
+        with safe_open(files[name], framework="pt") as file:
+            part = file.get_slice(name)
+            return torch.stack([part[row] for row in sampled_rows(part.get_shape()[0])])
+
+    return hash_weights((name, rows(source[name])) for name in sorted(source))
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:

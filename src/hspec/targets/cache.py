@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +20,18 @@ class CacheShape:
     kv_heads: int
     head_dim: int
 
+    @staticmethod
+    def of(config: Any) -> CacheShape:
+        """Of a target, from its transformers configuration."""
+        return CacheShape(config.num_hidden_layers, config.num_key_value_heads, head_dim_of(config))
+
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         return self.layers * self.kv_heads * self.head_dim * 2 * dtype.itemsize
+
+
+def head_dim_of(config: Any) -> int:
+    """Width of an attention head; a transformers configuration may leave it to be worked out."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 class KVCache:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,9 +13,10 @@ from torch import Tensor, nn
 from hspec.errors import UsageError
 from hspec.targets.attention import NAME as ATTENTION
 from hspec.targets.attention import AttentionRows, TreeRows
-from hspec.targets.cache import CacheShape, KVCache
+from hspec.targets.cache import CacheShape, KVCache, head_dim_of
 from hspec.targets.packing import fuse_norms, halve_linears, pack_linears
 from hspec.targets.template import ChatTemplate
+from hspec.targets.weight_hash import hash_weights, sampled_rows
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text")
 """Model types whose attention is known to be what :mod:`hspec.targets.attention` computes."""
@@ -93,11 +93,11 @@ class Target:
 
     @property
     def head_dim(self) -> int:
-        return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+        return head_dim_of(self.config)
 
     @property
     def cache_shape(self) -> CacheShape:
-        return CacheShape(len(self.layers), self.config.num_key_value_heads, self.head_dim)
+        return CacheShape.of(self.config)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -129,7 +129,8 @@ class Target:
                 forward on hardware with bf16 products, ``plain`` to leave the modules as transformers made them.
         """
         self._parameters = sum(p.numel() for p in self.model.parameters())
-        self._weight_hash = _hash_weights(self.model)
+        weights = sorted(self.model.state_dict().items())
+        self._weight_hash = hash_weights((name, w[list(sampled_rows(w.shape[0]))]) for name, w in weights)
         self._head_weight = self.model.get_output_embeddings().weight.detach()
         self._layer_weights = {name: p.detach() for name, p in self.layers.named_parameters()}
         if linears != "plain":
@@ -264,12 +265,3 @@ def _rope_types(config: Any) -> set[str]:
     parameters = config.rope_parameters
     sets = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
     return {p.get("rope_type", "default") for p in sets}
-
-
-def _hash_weights(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for name, weight in sorted(model.state_dict().items()):
-        rows = weight.reshape(weight.shape[0], -1)[:: max(1, weight.shape[0] // 16)]
-        digest.update(name.encode())
-        digest.update(rows.detach().float().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]

@@ -13,6 +13,7 @@ from hspec.drafters.methods import TargetLayers, configuration
 from hspec.drafters.presets import COMPACT_PATTERN, PRESETS
 from hspec.errors import UsageError
 from hspec.files import reason
+from hspec.targets.cache import head_dim_of
 
 AUTO = "auto"
 WINDOW = 2048
@@ -183,14 +184,10 @@ def _misfit(config: ParallelConfig, target: Any, heads: bool = True) -> str | No
     }
     if config.attention is not None:
         pairs["K/V heads"] = (config.attention.kv_heads, target.num_key_value_heads)
-        pairs["head size"] = (config.attention.head_dim, _head_dim(target))
+        pairs["head size"] = (config.attention.head_dim, head_dim_of(target))
         if heads:
             pairs["attention heads"] = (config.attention.heads, target.num_attention_heads)
     return next((f"{what} {mine} against {theirs}" for what, (mine, theirs) in pairs.items() if mine != theirs), None)
-
-
-def _head_dim(target: Any) -> int:
-    return getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
 
 
 def _mamba(hidden: int) -> dict[str, int]:
@@ -206,7 +203,7 @@ def _attention(target: Any, kv_layers: list[int]) -> dict[str, Any]:
     return {
         "heads": target.num_attention_heads,
         "kv_heads": target.num_key_value_heads,
-        "head_dim": _head_dim(target),
+        "head_dim": head_dim_of(target),
         "window": min([WINDOW, *windows]),
         "rope": [layer_rope(target, layer) for layer in inside],
     }

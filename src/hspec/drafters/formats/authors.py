@@ -9,7 +9,6 @@ from hspec.drafters.config import AttentionConfig, MambaConfig, MarkovConfig, Pa
 from hspec.drafters.formats.envelope import (
     ascending_taps,
     common_fields,
-    head_dim,
     layer_ids,
     refuse_unknown,
     transformer_config,
@@ -18,6 +17,7 @@ from hspec.drafters.formats.envelope import (
 )
 from hspec.drafters.formats.files import CONFIG_FILE
 from hspec.errors import HSpecError, UsageError
+from hspec.targets.cache import head_dim_of
 from hspec.targets.target import Target
 
 MODEL_TYPE = "mamba_attn_hybrid"
@@ -120,7 +120,7 @@ def _attention(raw: Mapping[str, Any], transformer: Any, attentions: int, where:
         "context": "none" if raw.get("disable_target_kv_reuse", False) else "target",
         "heads": transformer.num_attention_heads,
         "kv_heads": transformer.num_key_value_heads,
-        "head_dim": head_dim(transformer),
+        "head_dim": head_dim_of(transformer),
         "qk_norm": raw.get("use_qk_norm", True),
         "window": window,
         "causal_block": causal,

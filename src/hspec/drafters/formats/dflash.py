@@ -14,7 +14,6 @@ from hspec.drafters.formats.envelope import (
     ascending_taps,
     check_token,
     common_fields,
-    head_dim,
     layer_windows,
     one_or_all,
     refuse_unknown,
@@ -25,6 +24,7 @@ from hspec.drafters.formats.envelope import (
     validated,
 )
 from hspec.errors import HSpecError, UsageError
+from hspec.targets.cache import head_dim_of
 from hspec.targets.target import Target
 
 ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
@@ -82,7 +82,7 @@ def _attention(raw: Mapping[str, Any], transformer: Any, where: str) -> dict[str
         "context": "features",
         "heads": transformer.num_attention_heads,
         "kv_heads": transformer.num_key_value_heads,
-        "head_dim": head_dim(transformer),
+        "head_dim": head_dim_of(transformer),
         "qk_norm": True,
         "window": one_or_all(windows),
         "causal_block": one_or_all([w is not None and not non_causal for w in windows]),

@@ -13,7 +13,6 @@ from hspec.drafters.config import EagleConfig
 from hspec.drafters.formats.envelope import (
     ascending_taps,
     common_fields,
-    head_dim,
     layer_windows,
     one_or_all,
     refuse_unknown,
@@ -24,6 +23,7 @@ from hspec.drafters.formats.envelope import (
     validated,
 )
 from hspec.errors import UsageError
+from hspec.targets.cache import head_dim_of
 from hspec.targets.target import Target
 
 ARCHITECTURES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel"}
@@ -57,7 +57,7 @@ def eagle_config(raw: Mapping[str, Any], layers: int, family: str | None, where:
             "context": "features",
             "heads": transformer.num_attention_heads,
             "kv_heads": transformer.num_key_value_heads,
-            "head_dim": head_dim(transformer),
+            "head_dim": head_dim_of(transformer),
             "qk_norm": transformer.model_type == "qwen3",
             "window": _windows(transformer, kind, where),
             "causal_block": True,

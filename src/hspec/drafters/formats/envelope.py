@@ -169,10 +169,6 @@ def shared_rope(transformer: Any, where: str) -> dict[str, Any]:
     return rope
 
 
-def head_dim(transformer: Any) -> int:
-    return getattr(transformer, "head_dim", None) or transformer.hidden_size // transformer.num_attention_heads
-
-
 def common_fields(raw: Mapping[str, Any], transformer: Any, layers: int, family: str | None) -> dict[str, Any]:
     """What the schemas of all drafters have and the layout says alike for all types."""
     verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
