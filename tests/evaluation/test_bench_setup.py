@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -43,34 +42,30 @@ def test_methods_that_make_no_sense(methods: list[str], drafters: list[str], why
         entrants_of(methods, drafters, 3)
 
 
-def lines(path: Path) -> list[str]:
-    return [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
+def test_made_prompts_have_their_length_and_differ(target: str) -> None:
+    found = prompts_of(target, None, 1500, 3, 5)
+    assert len(set(found.texts)) == 3 and 1200 < found.mean <= 1500 and found.origin == "long-qa-1500, made from seed 5"
+    fewer = prompts_of(target, None, 1500, 2, 5)
+    assert fewer.texts == found.texts[:2] and fewer.hash != found.hash == prompts_of(target, None, 1500, 3, 5).hash
 
 
-def test_made_prompts_have_their_length_and_differ(target: str, tmp_path: Path) -> None:
-    path, origin, mean = prompts_of(target, None, 1500, 3, 5, tmp_path)
-    found = lines(path)
-    assert len(set(found)) == 3 and 1200 < mean <= 1500 and origin == "long-qa-1500, made from seed 5"
-    assert lines(prompts_of(target, None, 1500, 2, 5, tmp_path / "again")[0]) == found[:2]
-
-
-def test_built_in_prompts_come_in_turn(target: str, tmp_path: Path) -> None:
-    path, origin, _ = prompts_of(target, None, None, 17, 0, tmp_path)
+def test_built_in_prompts_come_in_turn(target: str) -> None:
+    found = prompts_of(target, None, None, 17, 0)
     tasks = load_tasks(("families",))
     firsts = [task.prompts[n].turns[0] for n in (0, 1) for task in tasks]
-    assert len(tasks) == 8 and lines(path) == [*firsts, tasks[0].prompts[2].turns[0]] and "built-in" in origin
+    assert len(tasks) == 8 and found.texts == (*firsts, tasks[0].prompts[2].turns[0]) and "built-in" in found.origin
     with pytest.raises(UsageError, match="--requests 1000 needs as many"):
-        prompts_of(target, None, None, 1000, 0, tmp_path)
+        prompts_of(target, None, None, 1000, 0)
 
 
 @pytest.mark.parametrize("line", ['{{"prompt": "number {0}"}}', '{{"id": "{0}", "turns": ["number {0}", "later"]}}'])
 def test_prompts_of_a_file(target: str, tmp_path: Path, line: str) -> None:
     file = tmp_path / "some.jsonl"
     file.write_text("".join(line.format(n) + "\n" for n in range(4)))
-    path, origin, _ = prompts_of(target, file, None, 3, 0, tmp_path / "out")
-    assert lines(path) == ["number 0", "number 1", "number 2"] and origin == "some.jsonl"
+    found = prompts_of(target, file, None, 3, 0)
+    assert found.texts == ("number 0", "number 1", "number 2") and found.origin == "some.jsonl"
     with pytest.raises(UsageError, match=r"some\.jsonl: 4 prompts, and --requests 5 needs as many"):
-        prompts_of(target, file, None, 5, 0, tmp_path / "out")
+        prompts_of(target, file, None, 5, 0)
 
 
 @pytest.mark.parametrize(
@@ -81,4 +76,4 @@ def test_a_file_without_prompts(target: str, tmp_path: Path, text: str | None, w
     if text is not None:
         file.write_text(text)
     with pytest.raises(UsageError, match=why):
-        prompts_of(target, file, None, 1, 0, tmp_path / "out")
+        prompts_of(target, file, None, 1, 0)

@@ -12,9 +12,11 @@ from hspec.serving.load import Load, LoadResult
 from tests.evaluation.browser import check_page
 
 PLAN = Plan(
-    target="a", concurrency=[1, 4], requests=8, rounds=3, max_tokens=16, temperature=0.0, k=2, seed=0, prompts="p", input_tokens=90.0,
+    target="a", concurrency=[1, 4], requests=8, rounds=3, max_tokens=16, temperature=0.0, k=2, seed=0, prompts="p",
+    prompts_hash="0", input_tokens=90.0,
     server=["--x"],
 )  # fmt: skip
+PROMPTS = ["one", "two"]
 ENTRANTS = [Entrant(NONE, ()), Entrant("hspec", ("--draft",), "folder <of> one")]
 
 
@@ -56,7 +58,7 @@ class Servers:
 
 
 def run(servers: Servers, out: Path, plan: Plan = PLAN, entrants=ENTRANTS):
-    return bench(entrants, plan, out / "prompts.jsonl", out, servers.start, lambda _: None)
+    return bench(entrants, plan, PROMPTS, out, servers.start, lambda _: None)
 
 
 def test_rounds_take_turns(tmp_path: Path):
@@ -83,6 +85,11 @@ def test_it_goes_on_where_it_was_cut_off(tmp_path: Path):
 
 def test_other_settings_are_another_bench(tmp_path: Path):
     run(Servers(), tmp_path)
+    sent = (tmp_path / "prompts.jsonl").read_text()
+    assert [json.loads(line)["prompt"] for line in sent.splitlines()] == PROMPTS
+    with pytest.raises(UsageError, match=r"other settings \(prompts_hash\)"):
+        bench(ENTRANTS, PLAN.model_copy(update={"prompts_hash": "1"}), ["three"], tmp_path, Servers().start, lambda _: None)
+    assert (tmp_path / "prompts.jsonl").read_text() == sent  # nothing is lost
     with pytest.raises(UsageError, match=r"other settings \(requests\): choose another --out"):
         run(Servers(), tmp_path, PLAN.model_copy(update={"requests": 9}))
     with pytest.raises(UsageError, match=r"other settings \(hspec\)"):

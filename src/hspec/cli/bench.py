@@ -51,9 +51,11 @@ def serve(
     from hspec.evaluation.bench_setup import NO_PREFIX_CACHE, Servers, entrants_of, prompts_of
     from hspec.evaluation.throughput import Plan, write_bench
     from hspec.evaluation.throughput import bench as run_bench
+    from hspec.serving import plugin, versions
 
     if prompts is not None and input_tokens is not None:
         raise UsageError("--prompts has prompts of its own, and --input-tokens makes some: leave out one of them")
+    versions.require(plugin.has_native())
     counts = numbers("--concurrency", concurrency)
     if requests < max(counts):
         raise UsageError(f"--requests {requests} never are {max(counts)} at once: ask for as many at least")
@@ -61,12 +63,12 @@ def serve(
     cached = any(option.startswith("--enable-prefix-caching") for option in context.args)
     server = [*context.args, *([] if cached or NO_PREFIX_CACHE in context.args else [NO_PREFIX_CACHE])]
     console = make_console(as_json)
-    path, origin, mean = prompts_of(target, prompts, input_tokens, requests, seed, out)
+    sent = prompts_of(target, prompts, input_tokens, requests, seed)
     plan = Plan(
         target=target, concurrency=counts, requests=requests, rounds=rounds, max_tokens=max_tokens, temperature=temperature, k=k,
-        seed=seed, prompts=origin, input_tokens=mean, server=server,
+        seed=seed, prompts=sent.origin, prompts_hash=sent.hash, input_tokens=sent.mean, server=server,
     )  # fmt: skip
-    run_bench(entrants, plan, path, out, Servers(plan, out).start, lambda line: console.print(line, markup=False))
+    run_bench(entrants, plan, sent.texts, out, Servers(plan, out).start, lambda line: console.print(line, markup=False))
     found = write_bench(out)
     if as_json:
         print(json.dumps(found))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -15,13 +16,11 @@ from hspec.evaluation.tasks.catalogue import load_tasks
 from hspec.evaluation.tasks.files import read_task
 from hspec.evaluation.tasks.long_context import long_prompt
 from hspec.evaluation.tasks.task import Task, TaskPrompt
-from hspec.evaluation.throughput import NONE, Drive, Entrant, Plan
-from hspec.files import write_text
+from hspec.evaluation.throughput import NONE, PROMPTS_FILE, Drive, Entrant, Plan
 from hspec.serving.load import VLLM_BENCH, Load, LoadResult, put_under_load
 from hspec.serving.server import server
 from hspec.targets.sources import ALIASES, model_folder, read_tokenizer
 
-PROMPTS_FILE = "prompts.jsonl"
 FAMILIES = "families"
 """Whose built-in prompts are sent, where neither a file nor a length is given."""
 TASK = "long-qa"
@@ -70,15 +69,25 @@ def _entrant(name: str, folder: str | None, k: int) -> Entrant:
     )
 
 
-def prompts_of(target: str, file: Path | None, tokens: int | None, count: int, seed: int, out: Path) -> tuple[Path, str, float]:
-    """Write what is sent to every server.
+@dataclass(frozen=True)
+class Prompts:
+    texts: tuple[str, ...]
+    origin: str
+    """Where they come from."""
+    mean: float
+    """Of their lengths in tokens, the chat template's apart."""
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256(json.dumps(self.texts).encode()).hexdigest()[:16]
+
+
+def prompts_of(target: str, file: Path | None, tokens: int | None, count: int, seed: int) -> Prompts:
+    """What is sent to every server.
 
     Args:
         file: JSONL with ``prompt`` or ``turns`` (the first counts) in each line. tokens: makes prompts of this length instead. With
             neither they are the built-in ones of the eight families, in turn.
-
-    Returns:
-        The file in ``out``, where its prompts come from, and their mean length in tokens, the chat template's apart.
 
     Raises:
         UsageError: fewer prompts than requests: the same one twice would not cost the same twice.
@@ -99,9 +108,7 @@ def prompts_of(target: str, file: Path | None, tokens: int | None, count: int, s
                 f"{origin}: {len(found)} prompts, and --requests {count} needs as many: give more, or ask for fewer"
             )
         texts = [prompt.turns[0] for prompt in found[:count]]
-    path = out / PROMPTS_FILE
-    write_text(path, "".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    return path, origin, statistics.mean(map(count_tokens, texts))
+    return Prompts(tuple(texts), origin, statistics.mean(map(count_tokens, texts)))
 
 
 def _in_turn(tasks: Sequence[Task]) -> Sequence[TaskPrompt]:

@@ -25,6 +25,7 @@ from hspec.serving.load import Load, LoadResult
 from hspec.serving.versions import installed
 
 RUNS_FILE, SETTINGS_FILE, SUMMARY_FILE, PAGE_FILE = "runs.jsonl", "bench.json", "serving.json", "serving.html"
+PROMPTS_FILE = "prompts.jsonl"
 NONE = "none"
 """The method that drafts nothing, against which ratios are taken."""
 
@@ -51,7 +52,9 @@ class Plan(Strict):
     k: int
     seed: int
     prompts: str
-    """Where they come from."""
+    """Where they come from ..."""
+    prompts_hash: str
+    """... and which they are."""
     input_tokens: float
     """Of a prompt, the mean."""
     server: list[str]
@@ -81,18 +84,20 @@ Start = Callable[[Entrant], AbstractContextManager[Drive]]
 
 
 def bench(
-    entrants: Sequence[Entrant], plan: Plan, prompts: Path, out: Path, start: Start, say: Callable[[str], None] = print
+    entrants: Sequence[Entrant], plan: Plan, prompts: Sequence[str], out: Path, start: Start, say: Callable[[str], None] = print
 ) -> list[Run]:
     """Run what is not in ``out`` yet; returns all runs.
 
     Args:
-        prompts: JSONL for :class:`~hspec.serving.load.Load`.
+        prompts: what is sent to every server, in this order.
 
     Raises:
         UsageError: ``out`` has runs of another plan or of other drafters.
         HSpecError: a server does not start or does not answer; what was measured before is kept.
     """
     _check_settings(entrants, plan, out)
+    file = out / PROMPTS_FILE
+    write_text(file, "".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
     done = read_runs(out)
     known = {(run.round, run.method, run.concurrency) for run in done}
     for round in range(plan.rounds):
@@ -104,7 +109,7 @@ def bench(
             with start(entrant) as drive:
                 for concurrency in missing:
                     busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-                    run = Run(round, entrant.name, concurrency, busy, drive(plan.load(prompts, concurrency), out / "work"))
+                    run = Run(round, entrant.name, concurrency, busy, drive(plan.load(file, concurrency), out / "work"))
                     _append(out / RUNS_FILE, run)
                     done.append(run)
                     say(_line(run))
