@@ -8,7 +8,9 @@ import pytest
 import yaml
 
 from hspec.errors import HSpecError, UsageError
-from hspec.evaluation.study import Piece, Study, _at_time, _Texts, is_done, read_study, run_study
+from hspec.evaluation.study import Piece, Study, read_study
+from hspec.evaluation.study_run import _at_time, _Texts, is_done, run_study
+from hspec.locks import alone
 from hspec.training.data import prepare_data
 from hspec.training.job import shape
 from hspec.training.plan import run_flops
@@ -66,6 +68,23 @@ def test_a_study(study: Study, tmp_path: Path) -> None:
         run_study(study.model_copy(update={"entries": study.entries[:1]}), out, lambda _: None)
 
 
+def test_processes_share_the_trainings_out(study: Study, tmp_path: Path) -> None:
+    """What another process has is passed over, and the last one to finish measures."""
+    out, said = tmp_path / "study", []
+    hspec, dflash, second = study.pieces()
+    with alone(hspec.folder(out)) as free:
+        assert free
+        assert run_study(study, out, said.append) is None
+        assert [is_done(piece.folder(out)) for piece in (hspec, dflash, second)] == [False, True, True]
+    assert "another process is at work: hspec-0; the last one" in said[-1]
+    trained: list[str] = []
+    result = run_study(study, out, said.append, lambda piece, record: trained.append(piece.name))
+    assert set(trained) == {"hspec-0"} and result is not None
+    with alone(out / "evaluation"):
+        assert run_study(study, out, said.append) is None
+    assert "it measures" in said[-1]
+
+
 def test_without_held_out_documents(study: Study, tmp_path: Path) -> None:
     """Nothing would tell the trainings apart, so none is begun."""
     few = tmp_path / "few.jsonl"
@@ -76,7 +95,7 @@ def test_without_held_out_documents(study: Study, tmp_path: Path) -> None:
             tmp_path / "out",
             lambda _: None,
         )
-    assert not (tmp_path / "out" / "drafters").exists()
+    assert not [p for p in (tmp_path / "out").rglob("*") if p.is_dir() and p.name != "drafters"]
 
 
 def test_pieces_come_by_seed(study: Study) -> None:
@@ -84,7 +103,7 @@ def test_pieces_come_by_seed(study: Study) -> None:
 
 
 def test_equal_time() -> None:
-    records = [{"seconds": 10.0, "tau_sampling": 1.5}, {"seconds": 20.0, "tau_sampling": 1.7}]
+    records = [{"spent": 10.0, "tau_sampling": 1.5}, {"spent": 20.0, "tau_sampling": 1.7}]
     assert [_at_time(records, t) for t in (0, 5, 10, 15, 20, 99)] == pytest.approx([1.0, 1.25, 1.5, 1.6, 1.7, 1.7])
 
 
@@ -152,7 +171,7 @@ def test_texts_are_read_once_and_held_out_for_all(study: Study, tmp_path: Path, 
         read.append(len(found.train))
         return found
 
-    monkeypatch.setattr("hspec.evaluation.study.prepare_data", counted)
+    monkeypatch.setattr("hspec.evaluation.study_run.prepare_data", counted)
     texts = _Texts(several.job, lambda _: None)
     a, b, c = (texts.of(several.job_of(piece)) for piece in several.pieces())
     assert len(read) == 2 and a.train is b.train and len(c.train) < len(a.train)
@@ -164,7 +183,7 @@ def test_a_drafter_that_does_not_fit_is_found_before_any_training(study: Study, 
     wrong = Study.model_validate(study.model_dump() | {"entries": entries})
     with pytest.raises(UsageError, match="drafter"):
         run_study(wrong, tmp_path / "out", lambda _: pytest.fail("found out before anything is read"))
-    assert not (tmp_path / "out" / "drafters").exists()
+    assert not [p for p in (tmp_path / "out").rglob("*") if p.is_dir() and p.name != "drafters"]
 
 
 def test_the_recipe_study_that_ships() -> None:

@@ -49,7 +49,7 @@ def everything(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def untimed(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in record.items() if key not in ("seconds", "blocks_per_second")}
+    return {key: value for key, value in record.items() if key not in ("seconds", "core_seconds", "blocks_per_second")}
 
 
 def same(one: Trainer, two: Trainer) -> None:

@@ -33,11 +33,14 @@ def study(
 ) -> None:
     """Train several methods with one recipe and several seeds, measure all of them on the same prompts, and write a report.
 
-    Ctrl-C saves; the same command goes on.   Example:  hspec study --out study --dry-run
+    Ctrl-C saves; the same command goes on. Started several times, the processes share the trainings out.
+
+    Example:  hspec study --out study --dry-run
     """
     import torch
 
-    from hspec.evaluation.study import is_done, read_study, run_study
+    from hspec.evaluation.study import read_study
+    from hspec.evaluation.study_run import is_done, run_study
     from hspec.training.progress import until_interrupted
 
     if threads:
@@ -62,6 +65,8 @@ def study(
             on_answer=lambda done, total, last: None if done % 50 else console.print(f"[dim]answers {done:,} of {total:,}[/dim]"),
             stop=stop,
         )  # fmt: skip
+    if result is None and not stop():
+        return
     if result is None:
         console.print(f"stopped; 'hspec study --out {out}' with the same settings goes on")
         raise typer.Exit(130)
@@ -76,7 +81,7 @@ def _print(result: dict[str, Any], out: Path) -> None:
 
     console = make_console(False)
     about = result["trainings"]
-    table = Table(title=f"trainings; at equal time: {about['equal_time_seconds']:.0f} s")
+    table = Table(title=f"trainings; at equal time: {about['equal_time_seconds']:.0f} {about['clock'].replace('_', ' ')}")
     for column in (
         "training",
         "M parameters",

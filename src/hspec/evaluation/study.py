@@ -1,49 +1,30 @@
-"""Training drafters alike and measuring them beside each other: one target, one recipe, several methods and seeds.
+"""What a study is asked for: one target, one recipe, several methods and seeds, and what their drafters answer.
 
 Every drafter sees the same documents, the same anchors and as many blocks as the others with its seed; what differs is the method, or
 what an entry changes of the recipe. Entries that cost more or less a block may be given as many operations instead (``equal: compute``).
 All are compared by the same held-out documents.
-The work is done in pieces, a training each and then the measurement, so that it can run over many evenings: what is finished stays,
-what was begun goes on from its last checkpoint. The first seed of all methods comes before the second of any.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import yaml
 from pydantic import Field, NonNegativeFloat, PositiveInt, ValidationError, model_validator
 
-from hspec.api import load_drafter
-from hspec.decoding.params import SamplingParams
 from hspec.drafters.config import Strict
 from hspec.drafters.methods import METHODS
-from hspec.drafters.parameters import parameters_by_part
-from hspec.errors import HSpecError, UsageError
-from hspec.evaluation.harness import AR, Contender, evaluate
-from hspec.evaluation.records import Record
-from hspec.evaluation.report import write_report
-from hspec.evaluation.setup import longest_prompt, machine, settings_of, write_summary
-from hspec.evaluation.tasks.catalogue import check_tasks, load_tasks
+from hspec.errors import UsageError
 from hspec.files import reason, write_text
-from hspec.targets.sources import load_target
-from hspec.training.build import new_drafter, training_target
-from hspec.training.checkpoints import holds_run
-from hspec.training.data import Data, Say, prepare_data
-from hspec.training.job import Job, shape
+from hspec.training.job import Job
 from hspec.training.plan import run_flops
 from hspec.training.shape import explain
-from hspec.training.trackers import LOG_FILE
-from hspec.training.trainer import Trainer
 
-STUDY_FILE, RESULT_FILE = "study.yaml", "study.json"
-EVALUATION = "evaluation"
+STUDY_FILE = "study.yaml"
 
 
 class Entry(Strict):
@@ -194,175 +175,3 @@ def claim(study: Study, folder: Path) -> None:
     if path.exists() and read_study(path) != study:
         raise UsageError(f"{folder} holds another study (see {path}): go on with that one, or choose another --out")
     write_text(path, own)
-
-
-def run_study(
-    study: Study,
-    folder: Path,
-    say: Say,
-    report: Callable[[Piece, dict[str, Any]], None] = lambda *_: None,
-    on_answer: Callable[[int, int, Record], None] = lambda *_: None,
-    stop: Callable[[], bool] = lambda: False,
-) -> dict[str, Any] | None:
-    """Train what is not trained yet, then measure; None if it was stopped before the end.
-
-    Args:
-        report: gets the log records of the trainings.
-
-    Raises:
-        UsageError: the folder holds another study, or a task is unknown.
-        HSpecError: data, checkpoints or answers cannot be read or written.
-    """
-    check_tasks(study.measure.tasks, study.measure.folder)
-    claim(study, folder)
-    pending = [piece for piece in study.pieces() if not is_done(piece.folder(folder))]
-    if pending:
-        _check_shapes(study)
-        texts = _Texts(study.job, say)
-        for piece in pending:
-            say(f"training {piece.name} ({study.pieces().index(piece) + 1} of {len(study.pieces())})")
-            _train(study.job_of(piece), piece, folder, texts, report, stop)
-            if stop():
-                return None
-        del texts
-    return _measure(study, folder, on_answer)
-
-
-def is_done(folder: Path) -> bool:
-    """Whether a training has come to its end; told by its log."""
-    try:
-        last = json.loads((folder / LOG_FILE).read_text(encoding="utf-8").splitlines()[-1])
-        return last["step"] == last["steps"] and last["kind"] == "held-out"
-    except (OSError, ValueError, IndexError, KeyError):
-        return False
-
-
-def _check_shapes(study: Study) -> None:
-    """
-    Raises:
-        UsageError: a drafter that does not fit the target; before anything is trained.
-    """
-    for piece in study.pieces():
-        shape(study.job_of(piece))
-
-
-class _Texts:
-    """The target, and the documents of a job: read once where several jobs have the same, and held out for all as the study's own.
-
-    Raises:
-        HSpecError: nothing is held out.
-    """
-
-    def __init__(self, job: Job, say: Say):
-        self.target = training_target(job)
-        self._say = say
-        self._known: dict[str, Data] = {}
-        self._held_out = self._read(job).held_out
-        if not self._held_out:
-            raise HSpecError(
-                "no document is held out (3 % of the prompts are, by hash), and trainings are compared by those: give more data"
-            )
-
-    def of(self, job: Job) -> Data:
-        return Data(self._read(job).train, self._held_out)
-
-    def _read(self, job: Job) -> Data:
-        deciding = job.model_dump_json(include={"data", "own_answers", "max_prompts", "answers"}) + str(job.train.max_tokens)
-        if deciding not in self._known:
-            self._known[deciding] = prepare_data(job, self.target, self._say)
-        return self._known[deciding]
-
-
-def _train(
-    job: Job,
-    piece: Piece,
-    folder: Path,
-    texts: _Texts,
-    report: Callable[[Piece, dict[str, Any]], None],
-    stop: Callable[[], bool],
-) -> None:
-    own, data = piece.folder(folder), texts.of(job)
-    begun = holds_run(own)
-    trainer = Trainer(job.train, texts.target, new_drafter(job, texts.target, data), data.train, data.held_out, own)
-    if begun:
-        trainer.resume()
-    trainer.run(lambda record: report(piece, record), stop)
-
-
-def _measure(study: Study, folder: Path, on_answer: Callable[[int, int, Record], None]) -> dict[str, Any]:
-    m = study.measure
-    target = load_target(study.job.target)
-    contenders = [Contender(AR)]
-    drafters = {piece: load_drafter(piece.folder(folder), target) for piece in study.pieces()}
-    for piece, drafter in drafters.items():
-        for k in m.k or (drafter.max_draft,):
-            name = piece.name if len(m.k) < 2 else f"{piece.name} k={k}"
-            contenders.append(Contender(name, drafter, k, piece.label, piece.seed))
-    tasks = load_tasks(
-        m.tasks, m.folder, m.limit, m.seed, count_tokens=lambda text: len(target.tokenizer(text).input_ids),
-        longest=longest_prompt(target, m.max_tokens),
-    )  # fmt: skip
-    settings = settings_of([SamplingParams(temperature=t, max_tokens=m.max_tokens, seed=m.seed) for t in m.temperatures])
-    place = folder / EVALUATION
-    evaluate(target, contenders, tasks, settings, place, on_answer)
-    summary = write_summary(place, m.seed, measured_on=machine(target.device.type))
-    result = {"trainings": trainings(study, folder, drafters, summary), "evaluation": summary}
-    write_text(folder / RESULT_FILE, json.dumps(result, indent=2) + "\n")
-    write_report(place, folder / "report.html", training=[piece.folder(folder) for piece in study.pieces()])
-    return result
-
-
-def trainings(study: Study, folder: Path, drafters: dict[Piece, Any], summary: dict[str, Any]) -> dict[str, Any]:
-    """What each training took and came to, and what the methods had come to after the time that the quickest one took.
-
-    A cycle is drafting and verifying, as the measurement found it, in steps without drafts; of the longest k. The estimated tau over it
-    is what the drafter would speed up text by that is like the held-out answers.
-
-    Raises:
-        HSpecError: a log cannot be read.
-    """
-    found = {piece: _held_out(piece.folder(folder)) for piece in study.pieces()}
-    shortest = min(own[-1]["seconds"] for own in found.values())
-    cycles = _cycles(summary)
-    rows = {}
-    for piece, own in found.items():
-        last, cycle = own[-1], cycles.get(piece.label)
-        rows[piece.name] = {
-            **asdict(piece),
-            "method": drafters[piece].config.method,
-            "parameters": sum(parameters_by_part(drafters[piece].config).values()),
-            "blocks": last["blocks"],
-            "seconds": last["seconds"],
-            "blocks_per_second": last["blocks"] / max(last["seconds"], 1e-9),
-            "held_out_loss": last["loss"],
-            "estimated_tau": last["tau_sampling"],
-            "estimated_tau_at_equal_time": _at_time(own, shortest),
-            "cycle": cycle,
-            "estimated_tau_by_cycle": None if cycle is None else last["tau_sampling"] / cycle,
-        }
-    return {"equal_time_seconds": shortest, "runs": rows}
-
-
-def _cycles(summary: dict[str, Any]) -> dict[str, float]:
-    """By label, under the first setting."""
-    entrants = next(iter(summary["settings"].values()))["entrants"]
-    step = entrants[AR]["ms_per_token"]
-    found = sorted(
-        (e["k"], e["method"], (e["draft_ms"] + e["verify_ms"]) / step) for e in entrants.values() if e["method"] != AR
-    )
-    return {label: cycle for _, label, cycle in found}
-
-
-def _held_out(folder: Path) -> list[dict[str, Any]]:
-    path = folder / LOG_FILE
-    try:
-        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
-        raise HSpecError(f"cannot read {path}: {error}") from error
-    return [record for record in records if record["kind"] == "held-out"]
-
-
-def _at_time(records: Sequence[dict[str, Any]], seconds: float) -> float:
-    """Linear between the validations before and after; before the first one, from 1, a drafter that is never right."""
-    times = [0.0, *(r["seconds"] for r in records)]
-    return float(np.interp(seconds, times, [1.0, *(r["tau_sampling"] for r in records)]))

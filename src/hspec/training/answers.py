@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 from hspec.errors import HSpecError, UsageError
 from hspec.files import drop_cut_line, reason, write_text
+from hspec.locks import alone
 from hspec.targets.target import Target
 from hspec.targets.template import ChatTemplate
 from hspec.training.prompts import Prompt
@@ -99,7 +100,7 @@ def write_answers(
 ) -> int:
     """Answer every prompt that ``path`` does not hold yet; returns how many were answered now.
 
-    ``on_answer(answers, tokens)`` is called with the running totals.
+    ``on_answer(answers, tokens)`` is called with the running totals. One process at a time writes to a file; another one waits.
 
     Raises:
         HSpecError: the file holds answers that were drawn otherwise, is damaged or cannot be written. What was written is kept.
@@ -107,16 +108,17 @@ def write_answers(
     answers = tokens = 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _note(path.with_suffix(".json"), answerer.template.hash, settings)
-        done = answered_ids(path)
-        todo = [p for p in prompts if p.id not in done]
-        with path.open("a", encoding="utf-8") as file:
-            for record in answerer(todo, settings):
-                file.write(json.dumps(record) + "\n")
-                file.flush()
-                answers, tokens = answers + 1, tokens + len(record["tokens"])
-                if on_answer is not None:
-                    on_answer(answers, tokens)
+        with alone(path, wait=True):
+            _note(path.with_suffix(".json"), answerer.template.hash, settings)
+            done = answered_ids(path)
+            todo = [p for p in prompts if p.id not in done]
+            with path.open("a", encoding="utf-8") as file:
+                for record in answerer(todo, settings):
+                    file.write(json.dumps(record) + "\n")
+                    file.flush()
+                    answers, tokens = answers + 1, tokens + len(record["tokens"])
+                    if on_answer is not None:
+                        on_answer(answers, tokens)
     except OSError as error:
         raise HSpecError(
             f"cannot write answers to {path}: {reason(error)}. What was written is kept; free some space and go on"

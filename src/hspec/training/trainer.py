@@ -71,6 +71,8 @@ class Trainer:
         self.step = 0
         self.blocks_seen = 0
         self.seconds = 0.0
+        self.core_seconds = 0.0
+        """Of processor time that this process has spent on training steps: what else runs on the machine hardly changes it."""
         self.best = 0.0
         """The highest held-out tau so far (estimated, sampling)."""
         self.meter = Meter()
@@ -147,9 +149,10 @@ class Trainer:
         agenda = agenda or Agenda.of(self.config)
         going = True
         while going and self.step < self.config.steps:
-            began = time.monotonic()
+            began, spent = time.monotonic(), time.process_time()
             self.meter.add(*self.train_step())
             self.seconds += time.monotonic() - began
+            self.core_seconds += time.process_time() - spent
             # The first process's clock decides for all.
             wishes = self.processes.gather((stop(), agenda.due(self.step)))
             going, due = not any(wish for wish, _ in wishes), wishes[0][1]
@@ -196,7 +199,8 @@ class Trainer:
     def _log(self, kind: str, meter: Meter, rate: float) -> dict[str, Any]:
         record = {
             "kind": kind, "step": self.step, "steps": self.config.steps, "blocks": self.blocks_seen,
-            "seconds": round(self.seconds, 1), "blocks_per_second": round(rate, 1),
+            "seconds": round(self.seconds, 1), "core_seconds": round(sum(self.processes.gather(self.core_seconds)), 1),
+            "blocks_per_second": round(rate, 1),
             "slots": self.config.stage(min(self.step, self.config.steps - 1)).slots, **meter.report(),
         }  # fmt: skip
         self.processes.on_main(lambda: self.trackers.log(record))
@@ -229,6 +233,7 @@ class Trainer:
             "step": self.step,
             "blocks": self.blocks_seen,
             "seconds": self.seconds,
+            "core_seconds": self.processes.gather(self.core_seconds),
             "best": self.best,
             "meters": [asdict(meter) for meter in self.processes.gather(self.meter)],
         }
@@ -263,5 +268,6 @@ class Trainer:
             ) from error
         self.step, self.blocks_seen, self.seconds = state["step"], state["blocks"], state["seconds"]
         self.best, self._saved = state["best"], state["step"]
+        self.core_seconds = state["core_seconds"][self.processes.rank]
         meter = state["meters"][self.processes.rank]
         self.meter = Meter(**meter | {"calibration": Calibration(**meter["calibration"])})

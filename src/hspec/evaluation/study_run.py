@@ -1,0 +1,225 @@
+"""Training drafters alike and measuring them beside each other, as a :class:`Study` has it.
+
+The work is done in pieces, a training each and then the measurement, so that it can run over many evenings: what is finished stays,
+what was begun goes on from its last checkpoint. Several processes may work on one study: each takes pieces that no other one has.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hspec.api import load_drafter
+from hspec.decoding.params import SamplingParams
+from hspec.drafters.parameters import parameters_by_part
+from hspec.errors import HSpecError
+from hspec.evaluation.harness import AR, Contender, evaluate
+from hspec.evaluation.records import Record
+from hspec.evaluation.report import write_report
+from hspec.evaluation.setup import longest_prompt, machine, settings_of, write_summary
+from hspec.evaluation.study import Piece, Study, claim
+from hspec.evaluation.tasks.catalogue import check_tasks, load_tasks
+from hspec.files import write_text
+from hspec.locks import alone
+from hspec.targets.sources import load_target
+from hspec.training.build import new_drafter, training_target
+from hspec.training.checkpoints import holds_run
+from hspec.training.data import Data, Say, prepare_data
+from hspec.training.job import Job, shape
+from hspec.training.trackers import LOG_FILE
+from hspec.training.trainer import Trainer
+
+RESULT_FILE = "study.json"
+EVALUATION = "evaluation"
+
+
+def run_study(
+    study: Study,
+    folder: Path,
+    say: Say,
+    report: Callable[[Piece, dict[str, Any]], None] = lambda *_: None,
+    on_answer: Callable[[int, int, Record], None] = lambda *_: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Any] | None:
+    """Train what is not trained yet, then measure; None if it was stopped before the end, or another process has the rest.
+
+    Args:
+        report: gets the log records of the trainings.
+
+    Raises:
+        UsageError: the folder holds another study, or a task is unknown.
+        HSpecError: data, checkpoints or answers cannot be read or written.
+    """
+    check_tasks(study.measure.tasks, study.measure.folder)
+    claim(study, folder)
+    if not _train_pending(study, folder, say, report, stop):
+        return None
+    elsewhere = [piece.name for piece in study.pieces() if not is_done(piece.folder(folder))]
+    with alone(folder / EVALUATION) as free:
+        if elsewhere or not free:
+            say(f"another process is at work: {', '.join(elsewhere) or 'it measures'}; the last one to finish measures all")
+            return None
+        return _measure(study, folder, on_answer)
+
+
+def _train_pending(
+    study: Study, folder: Path, say: Say, report: Callable[[Piece, dict[str, Any]], None], stop: Callable[[], bool]
+) -> bool:
+    """False if it was stopped."""
+    texts: _Texts | None = None
+    for number, piece in enumerate(study.pieces(), 1):
+        own = piece.folder(folder)
+        with alone(own) as free:
+            if not free or is_done(own):
+                continue
+            if texts is None:
+                _check_shapes(study)
+                texts = _Texts(study.job, say)
+            say(f"training {piece.name} ({number} of {len(study.pieces())})")
+            _train(study.job_of(piece), own, texts, partial(report, piece), stop)
+        if stop():
+            return False
+    return True
+
+
+def is_done(folder: Path) -> bool:
+    """Whether a training has come to its end; told by its log."""
+    try:
+        last = json.loads((folder / LOG_FILE).read_text(encoding="utf-8").splitlines()[-1])
+        return last["step"] == last["steps"] and last["kind"] == "held-out"
+    except (OSError, ValueError, IndexError, KeyError):
+        return False
+
+
+def _check_shapes(study: Study) -> None:
+    """
+    Raises:
+        UsageError: a drafter that does not fit the target; before anything is trained.
+    """
+    for piece in study.pieces():
+        shape(study.job_of(piece))
+
+
+class _Texts:
+    """The target, and the documents of a job: read once where several jobs have the same, and held out for all as the study's own.
+
+    Raises:
+        HSpecError: nothing is held out.
+    """
+
+    def __init__(self, job: Job, say: Say):
+        self.target = training_target(job)
+        self._say = say
+        self._known: dict[str, Data] = {}
+        self._held_out = self._read(job).held_out
+        if not self._held_out:
+            raise HSpecError(
+                "no document is held out (3 % of the prompts are, by hash), and trainings are compared by those: give more data"
+            )
+
+    def of(self, job: Job) -> Data:
+        return Data(self._read(job).train, self._held_out)
+
+    def _read(self, job: Job) -> Data:
+        deciding = job.model_dump_json(include={"data", "own_answers", "max_prompts", "answers"}) + str(job.train.max_tokens)
+        if deciding not in self._known:
+            self._known[deciding] = prepare_data(job, self.target, self._say)
+        return self._known[deciding]
+
+
+def _train(
+    job: Job, own: Path, texts: _Texts, report: Callable[[dict[str, Any]], None], stop: Callable[[], bool]
+) -> None:  # fmt: skip
+    data, begun = texts.of(job), holds_run(own)
+    trainer = Trainer(job.train, texts.target, new_drafter(job, texts.target, data), data.train, data.held_out, own)
+    if begun:
+        trainer.resume()
+    trainer.run(report, stop)
+
+
+def _measure(study: Study, folder: Path, on_answer: Callable[[int, int, Record], None]) -> dict[str, Any]:
+    m = study.measure
+    target = load_target(study.job.target)
+    contenders = [Contender(AR)]
+    drafters = {piece: load_drafter(piece.folder(folder), target) for piece in study.pieces()}
+    for piece, drafter in drafters.items():
+        for k in m.k or (drafter.max_draft,):
+            name = piece.name if len(m.k) < 2 else f"{piece.name} k={k}"
+            contenders.append(Contender(name, drafter, k, piece.label, piece.seed))
+    tasks = load_tasks(
+        m.tasks, m.folder, m.limit, m.seed, count_tokens=lambda text: len(target.tokenizer(text).input_ids),
+        longest=longest_prompt(target, m.max_tokens),
+    )  # fmt: skip
+    settings = settings_of([SamplingParams(temperature=t, max_tokens=m.max_tokens, seed=m.seed) for t in m.temperatures])
+    place = folder / EVALUATION
+    evaluate(target, contenders, tasks, settings, place, on_answer)
+    summary = write_summary(place, m.seed, measured_on=machine(target.device.type))
+    result = {"trainings": trainings(study, folder, drafters, summary), "evaluation": summary}
+    write_text(folder / RESULT_FILE, json.dumps(result, indent=2) + "\n")
+    write_report(place, folder / "report.html", training=[piece.folder(folder) for piece in study.pieces()])
+    return result
+
+
+def trainings(study: Study, folder: Path, drafters: dict[Piece, Any], summary: dict[str, Any]) -> dict[str, Any]:
+    """What each training took and came to, and what the methods had come to after the time that the quickest one took.
+
+    A cycle is drafting and verifying, as the measurement found it, in steps without drafts; of the longest k. The estimated tau over it
+    is what the drafter would speed up text by that is like the held-out answers. Time on a CPU is the processor's, which other work on
+    the machine hardly changes, and else by the clock.
+
+    Raises:
+        HSpecError: a log cannot be read.
+    """
+    clock = "core_seconds" if all(drafter.head.device.type == "cpu" for drafter in drafters.values()) else "seconds"
+    found = {piece: _held_out(piece.folder(folder), clock) for piece in study.pieces()}
+    shortest = min(own[-1]["spent"] for own in found.values())
+    cycles = _cycles(summary)
+    rows = {}
+    for piece, own in found.items():
+        last, cycle = own[-1], cycles.get(piece.label)
+        rows[piece.name] = {
+            **asdict(piece),
+            "method": drafters[piece].config.method,
+            "parameters": sum(parameters_by_part(drafters[piece].config).values()),
+            "blocks": last["blocks"],
+            clock: last["spent"],
+            "blocks_per_second": last["blocks"] / max(last["spent"], 1e-9),
+            "held_out_loss": last["loss"],
+            "estimated_tau": last["tau_sampling"],
+            "estimated_tau_at_equal_time": _at_time(own, shortest),
+            "cycle": cycle,
+            "estimated_tau_by_cycle": None if cycle is None else last["tau_sampling"] / cycle,
+        }
+    return {"clock": clock, "equal_time_seconds": shortest, "runs": rows}
+
+
+def _cycles(summary: dict[str, Any]) -> dict[str, float]:
+    """By label, under the first setting."""
+    entrants = next(iter(summary["settings"].values()))["entrants"]
+    step = entrants[AR]["ms_per_token"]
+    found = sorted(
+        (e["k"], e["method"], (e["draft_ms"] + e["verify_ms"]) / step) for e in entrants.values() if e["method"] != AR
+    )
+    return {label: cycle for _, label, cycle in found}
+
+
+def _held_out(folder: Path, clock: str) -> list[dict[str, Any]]:
+    """The validations of a log, with the seconds ``spent`` until then by one of its clocks."""
+    path = folder / LOG_FILE
+    try:
+        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [record | {"spent": record[clock]} for record in records if record["kind"] == "held-out"]
+    except (OSError, ValueError, KeyError) as error:
+        raise HSpecError(f"cannot read {path}: {error!r}") from error
+
+
+def _at_time(records: Sequence[dict[str, Any]], seconds: float) -> float:
+    """Linear between the validations before and after; before the first one, from 1, a drafter that is never right."""
+    times = [0.0, *(r["spent"] for r in records)]
+    return float(np.interp(seconds, times, [1.0, *(r["tau_sampling"] for r in records)]))
