@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hspec.cli.app import app, make_console
-from hspec.cli.options import JsonOption, ThreadsOption
+from hspec.cli.options import JsonOption, ThreadsOption, prefer_large_pages
 
 
 @app.command()
@@ -37,6 +37,7 @@ def study(
 
     Example:  hspec study --out study --dry-run
     """
+    prefer_large_pages()
     import torch
 
     from hspec.evaluation.study import read_study

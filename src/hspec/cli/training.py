@@ -24,6 +24,7 @@ from hspec.cli.options import (
     ThreadsOption,
     check_device,
     load,
+    prefer_large_pages,
     sampling_params,
 )
 from hspec.errors import UsageError
@@ -62,6 +63,7 @@ def train(
     Examples:  hspec train --out my-drafter --steps 2000   |   hspec train --config first-run.yaml --dry-run
     |   hspec train --out my-drafter --resume   |   accelerate launch -m hspec.cli train --device cuda --out my-drafter
     """
+    prefer_large_pages()
     import torch
 
     from hspec.training.build import build

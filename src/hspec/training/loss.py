@@ -29,12 +29,12 @@ from hspec.training.objective import (
     Extras,
     LossWeights,
     SlotStatistics,
-    TargetRows,
     block_objective,
     candidate_objective,
     dpace_weights,
     slot_decay,
 )
+from hspec.training.target_rows import TargetRows
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ renormalised), P = sum p and a = sum min(p, q), a slot's terms and their gradien
 
     CE, label y:   -log q_y                           q - 1[y]
     KL:            sum p log(p / q) - P log P         P q - p
-    TV:            1 - a                              q (sum over q<p of q) - q 1[q < p]
+    TV:            1 - a                              q (sum over q<=p of q) - q 1[q <= p]
     LK-hybrid:     l KL + (1 - l) TV                  the same mix; l = exp(-eta a) is held fixed
 
 KL is P KL(p / P || q): what a drafter confined to its vocabulary can still win, never negative. 1 - TV is the chance that a draft
@@ -17,14 +17,13 @@ sampled from q is accepted (Leviathan et al., arXiv 2211.17192). LK-hybrid: Sama
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Logits = Callable[[Tensor], Tensor]
+from hspec.training.target_rows import Distributions, TargetRows, argmax_of_rows
 
 
 @dataclass(frozen=True)
@@ -96,25 +95,6 @@ NOTHING_ELSE = Extras()
 
 
 @dataclass(frozen=True)
-class TargetRows:
-    """Where the target's distributions come from: hidden rows and the functions that turn them into probabilities."""
-
-    hidden: Tensor
-    """After the target's final norm, ``[P, hidden]``."""
-    logits: Logits
-    """``[n, hidden]`` -> ``[n, vocabulary]`` fp32."""
-    draft_ids: Tensor
-    """``[draft vocabulary]`` target ids."""
-
-    def look_up(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the draft vocabulary ``[n, draft vocabulary]``, and the argmax of all of it ``[n]``; equal rows that
-        stand together ``[n]`` are computed once."""
-        positions, where = torch.unique_consecutive(rows, return_inverse=True)
-        full = self.logits(self.hidden[positions])
-        return torch.log_softmax(full, -1)[:, self.draft_ids][where], full.argmax(-1)[where]
-
-
-@dataclass(frozen=True)
 class _Chunk:
     """n slots while their logits exist."""
 
@@ -122,6 +102,8 @@ class _Chunk:
     """``[n, draft vocabulary]``."""
     q: Tensor
     """``[n, draft vocabulary]``."""
+    common: Tensor
+    """min(p, q)."""
     mass: Tensor
     """sum p, ``[n]``."""
     label: Tensor
@@ -136,17 +118,17 @@ class _Chunk:
     """``[n]``."""
 
     @staticmethod
-    def of(logits: Tensor, rows: Tensor, target: TargetRows, labels: Tensor | None) -> _Chunk:
-        """Of draft logits ``[n, draft vocabulary]``, the target's rows ``[n]`` and CE's labels ``[n]``."""
-        log_p, best = target.look_up(rows)
-        p, log_q = log_p.exp(), logits.float().log_softmax(-1)
-        mass = p.sum(-1)
-        kl = log_p.sub_(log_q).mul_(p).sum(-1) - torch.special.xlogy(mass, mass)
-        argmax = _draft_labels(best, target.draft_ids)
-        label = argmax if labels is None else _draft_labels(labels, target.draft_ids)
+    def of(log_q: Tensor, target: Distributions, rows: Tensor, labels: Tensor | None, draft_ids: Tensor) -> _Chunk:
+        """Of log-probabilities ``[n, draft vocabulary]``, which are used up, the slots' rows in ``target`` ``[n]`` and CE's labels
+        ``[n]``."""
+        p, mass = target.p.index_select(0, rows), target.mass[rows]
+        kl = target.log_mean[rows] - torch.linalg.vecdot(p, log_q) - torch.special.xlogy(mass, mass)
+        argmax = _draft_labels(target.argmax[rows], draft_ids)
+        label = argmax if labels is None else _draft_labels(labels, draft_ids)
         ce = -log_q.gather(-1, label.clamp_min(0)[:, None]).squeeze(-1) * (label >= 0)
         q = log_q.exp_()
-        return _Chunk(p, q, mass, label, argmax, ce, kl.clamp_min(0.0), torch.minimum(p, q).sum(-1))
+        common = torch.minimum(p, q)
+        return _Chunk(p, q, common, mass, label, argmax, ce, kl.clamp_min(0.0), common.sum(-1))
 
     def loss(self, weights: LossWeights) -> Tensor:
         """``[n]``."""
@@ -154,19 +136,21 @@ class _Chunk:
         return weights.ce * self.ce + kl * self.kl + tv * (1 - self.acceptance)
 
     def gradient(self, weights: LossWeights, slot_weight: Tensor) -> Tensor:
-        """Of the weighted losses with respect to the draft logits, ``[n, draft vocabulary]``; p is used up."""
+        """Of the weighted losses with respect to the draft logits, ``[n, draft vocabulary]``; p, q and common are used up.
+
+        Row by row it is q times a number, a smaller one where q < p, less KL's p: everything in place, since what costs here is memory.
+        """
         kl, tv = (w * slot_weight for w in weights.of_divergences(self.acceptance))
         ce = weights.ce * slot_weight * (self.label >= 0)
         pull = ce + kl * self.mass
-        below = None
         if weights.tv or weights.lk:
-            below = self.q.masked_fill(self.q >= self.p, 0.0).mul_(tv[:, None])
-            pull = pull + below.sum(-1)
-        d = self.q * pull[:, None]
-        if below is not None:
-            d.sub_(below)
+            below = self.common.sub_(self.q).sign_().add_(1)  # 0 where p < q, else 1
+            pull = pull + tv * torch.linalg.vecdot(self.q, below)
+            d = below.mul_(-tv[:, None]).add_(pull[:, None]).mul_(self.q)
+        else:
+            d = self.q.mul_(pull[:, None])
         if weights.kl or weights.lk:
-            d.sub_(self.p.mul_(kl[:, None]))
+            d.addcmul_(self.p, kl[:, None], value=-1)
         return d.scatter_add_(1, self.label.clamp_min(0)[:, None], -ce[:, None])
 
     def candidates(self, count: int, token: Tensor) -> Candidates:
@@ -211,7 +195,7 @@ def _note(stats: SlotStatistics, part: Tensor, chunk: _Chunk, weights: LossWeigh
     """Write what is found out about a chunk where its slots have their place."""
     stats.loss[part], stats.ce[part], stats.kl[part] = chunk.loss(weights), chunk.ce, chunk.kl
     stats.acceptance[part] = chunk.acceptance
-    stats.agreement[part] = chunk.q.argmax(-1) == chunk.argmax
+    stats.agreement[part] = argmax_of_rows(chunk.q) == chunk.argmax
     token = torch.full_like(part, -1) if extras.tokens is None else _draft_labels(extras.tokens[part], draft_ids)
     stats.token_ratio[part] = _ratio(chunk.q, chunk.p, token)
     if stats.candidates is not None:
@@ -220,33 +204,54 @@ def _note(stats: SlotStatistics, part: Tensor, chunk: _Chunk, weights: LossWeigh
             getattr(stats.candidates, field.name)[part] = getattr(found, field.name)
 
 
+class _Inputs:
+    """What draft logits are made of, ``hidden @ head.T + markov @ w2.T``, and the gradients that come back to it."""
+
+    def __init__(self, hidden: Tensor, markov: Tensor | None, w2: Tensor | None, head: Tensor):
+        self.hidden, self.head = hidden, head
+        self.markov, self.w2 = None if w2 is None else markov, None if w2 is None else w2.to(hidden.dtype)
+        self.d_hidden = torch.zeros_like(hidden)
+        self.d_markov = None if self.markov is None else torch.zeros_like(self.markov)
+        self.d_w2 = None if self.w2 is None else torch.zeros_like(self.w2, dtype=torch.float32)
+
+    def logits(self, part: Tensor) -> Tensor:
+        """Of some slots ``[n]``: ``[n, draft vocabulary]``."""
+        logits = self.hidden[part] @ self.head.T
+        if self.markov is not None and self.w2 is not None:
+            logits += self.markov[part] @ self.w2.T
+        return logits
+
+    def take(self, part: Tensor, d: Tensor) -> None:
+        """Gradients ``d`` with respect to the logits of some slots."""
+        self.d_hidden[part] = d @ self.head
+        if self.markov is not None and self.w2 is not None and self.d_markov is not None and self.d_w2 is not None:
+            self.d_markov[part] = d @ self.w2
+            self.d_w2 += (d.T @ self.markov[part]).float()
+
+
 class _BlockObjective(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, markov: Tensor | None, w2: Tensor | None, head: Tensor, rows: Tensor, slot_weight: Tensor,
         target: TargetRows, weights: LossWeights, chunk: int, extras: Extras, stats: SlotStatistics,
     ) -> Tensor:  # fmt: skip
-        need = hidden.requires_grad
-        d_hidden = torch.zeros_like(hidden) if need else None
-        d_markov = torch.zeros_like(markov) if need and markov is not None else None
-        d_w2 = torch.zeros_like(w2, dtype=torch.float32) if need and w2 is not None else None
+        inputs = _Inputs(hidden, markov, w2, head)
+        order = torch.argsort(rows, stable=True)
+        positions, counts = torch.unique_consecutive(rows[order], return_counts=True)
         # Slots that need the same row of the target come together, so that it is computed once.
-        for part in torch.argsort(rows, stable=True).split(chunk):
-            logits = hidden[part] @ head.T
-            if markov is not None and w2 is not None:
-                logits = logits + markov[part] @ w2.to(markov.dtype).T
-            found = _Chunk.of(logits, rows[part], target, None if extras.labels is None else extras.labels[part])
-            del logits
-            _note(stats, part, found, weights, extras, target.draft_ids)
-            if d_hidden is None:
-                continue
-            d = found.gradient(weights, slot_weight[part]).to(hidden.dtype)
-            d_hidden[part] = d @ head
-            if markov is not None and w2 is not None and d_markov is not None and d_w2 is not None:
-                d_markov[part] = (d @ w2.to(d.dtype)).to(d_markov.dtype)
-                d_w2 += (d.T @ markov[part].to(d.dtype)).float()
-            del found, d  # before the next chunk's logits come
-        ctx.gradients = (d_hidden, d_markov, None if d_w2 is None or w2 is None else d_w2.to(w2.dtype))
+        for some, slots in zip(positions.split(chunk), order.split([int(n.sum()) for n in counts.split(chunk)]), strict=True):
+            distributions = target.at(some)
+            for part in slots.split(chunk):
+                log_q = inputs.logits(part).float().log_softmax(-1)
+                labels = None if extras.labels is None else extras.labels[part]
+                found = _Chunk.of(log_q, distributions, torch.searchsorted(some, rows[part]), labels, target.draft_ids)
+                _note(stats, part, found, weights, extras, target.draft_ids)
+                if hidden.requires_grad:
+                    inputs.take(part, found.gradient(weights, slot_weight[part]).to(hidden.dtype))
+                del found, log_q  # before the next chunk's logits come
+            del distributions
+        d_w2 = None if inputs.d_w2 is None or w2 is None else inputs.d_w2.to(w2.dtype)
+        ctx.gradients = (inputs.d_hidden, inputs.d_markov, d_w2)
         return (stats.loss * slot_weight).sum()
 
     @staticmethod
@@ -285,9 +290,9 @@ def block_objective(
 
 def chunk_bytes(chunk: int, vocabulary: int, draft_vocabulary: int) -> int:
     """Peak memory of the objective beside its inputs, their gradients and the statistics: in proportion to the chunk, whatever the
-    number of slots. For each slot of a chunk there are at most two fp32 rows of the target's vocabulary with two of the draft
+    number of slots. For each slot of a chunk there are at most two fp32 rows of the target's vocabulary, or one and two of the draft
     vocabulary, and later five of that. Tests measure it."""
-    return chunk * max(2 * vocabulary + 2 * draft_vocabulary, 5 * draft_vocabulary) * 4
+    return chunk * max(2 * vocabulary, vocabulary + 2 * draft_vocabulary, 5 * draft_vocabulary) * 4
 
 
 def candidate_objective(
