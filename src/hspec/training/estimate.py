@@ -14,7 +14,7 @@ from hspec.drafters.config import DrafterConfig, ParallelConfig
 from hspec.drafters.parameters import parameters_by_part
 from hspec.training.config import GrowthStage, TrainConfig
 
-TRAINING_SHARE = 0.55
+TRAINING_SHARE = 0.62
 """Of the products' speed, what a whole training step reaches."""
 ANSWERING_SHARE = 0.18
 """The same for answering in a large batch, which reads K/V most of the time."""
