@@ -1,12 +1,14 @@
 """Answering the same prompts with several drafters and with none, interleaved, so that every comparison is of pairs.
 
-One answer at a time, drafts of a fixed length: what is compared is the drafters, not a scheduler. The contenders answer a prompt
-one right after the other, and who begins changes from prompt to prompt, so that a change in the machine's load meets all alike.
+One answer at a time where speed is compared, and drafts of a fixed length: what is compared is the drafters, not a scheduler. The
+contenders answer a prompt one right after the other, and who begins changes from prompt to prompt, so that a change in the machine's load
+meets all alike. Where only tau is asked for, prompts are answered in batches.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +30,7 @@ from hspec.targets.target import Target
 from hspec.targets.template import Message
 
 AR = "ar"
-"""The contender without a drafter, which is always there: speedups are over it."""
+"""The contender without a drafter, that speedups are over."""
 RECORDS_FILE = "records.jsonl"
 IDENTITY_FILE = "evaluation.json"
 WARM_UP = 8
@@ -55,9 +57,10 @@ class Setting:
     params: SamplingParams
 
 
-def identity(target: Target, contenders: Sequence[Contender], settings: Sequence[Setting]) -> dict[str, Any]:
+def identity(target: Target, contenders: Sequence[Contender], settings: Sequence[Setting], batch: int = 1) -> dict[str, Any]:
     """What decides an answer besides its prompt, as it is kept in the folder of an evaluation."""
     return {
+        **({} if batch == 1 else {"batch": batch}),
         "target": {"name": target.name, "weights": target.weight_hash(), "template": target.template.hash},
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": target.device.type,
@@ -81,12 +84,14 @@ def evaluate(
     settings: Sequence[Setting],
     folder: Path,
     on_answer: Callable[[int, int, Record], None] = lambda *_: None,
+    batch: int = 1,
 ) -> list[Record]:
     """Every prompt of every task under every setting, by every contender; goes on from what the folder holds.
 
     Args:
-        contenders: with distinct names; the first is without a drafter.
+        contenders: with distinct names; one that is without a drafter if speeds are to be told.
         on_answer: called with how many answers there are, how many there will be, and the last one.
+        batch: prompts that a contender answers at once. Above 1 nothing is timed: for tau alone, some times as fast.
 
     Raises:
         UsageError: the folder holds an evaluation of something else, or two contenders have one name.
@@ -95,28 +100,31 @@ def evaluate(
     names = [c.name for c in contenders]
     if len(set(names)) < len(names):
         raise UsageError(f"two contenders have one name ({', '.join(names)}): give each its own, as in --drafter NAME=FOLDER")
-    claim(folder, identity(target, contenders, settings))
+    claim(folder, identity(target, contenders, settings, batch))
     file = RecordFile(folder / RECORDS_FILE)
     found = file.read()
     records = whole_groups(found, names)
     if len(records) < len(found):
         file.rewrite(records)
     done = {(r.task, r.id, r.setting) for r in records}
-    pending = [(t, s, p, i) for t, s, p, i in _interleaved(tasks, settings) if (t.name, p.id, s.name) not in done]
-    total = len(records) + len(pending) * len(contenders)
+    pending = [q for q in _interleaved(tasks, settings) if (q.task.name, q.prompt.id, q.setting.name) not in done]
+    told, total = len(records), len(records) + len(pending) * len(contenders)
     clock = StepClock(target.device)
-    engines = [Engine(target, c.drafter, c.k or None, max_batch=1, clock=clock) for c in contenders]
-    if pending:
+    engines = [Engine(target, c.drafter, c.k or None, max_batch=batch, clock=clock if batch == 1 else None) for c in contenders]
+    if pending and batch == 1:
         _warm_up(engines, target)
-    for task, setting, prompt, index in pending:
-        group = []
+    for chunk in (pending[at : at + batch] for at in range(0, len(pending), batch)):
+        answers: dict[str, list[Record]] = {}
         for turn in range(len(contenders)):
-            which = (index + turn) % len(contenders)
-            group.append(_answer(engines[which], contenders[which], task, prompt, setting))
-            on_answer(len(records) + len(group), total, group[-1])
-        for record in sorted(group, key=lambda r: names.index(r.contender)):
+            which = (chunk[0].number + turn) % len(contenders)
+            answers[names[which]] = _answer(engines[which], contenders[which], chunk, batch > 1)
+            for record in answers[names[which]]:
+                told += 1
+                on_answer(told, total, record)
+        groups = [answers[name][place] for place in range(len(chunk)) for name in names]
+        for record in groups:
             file.append(record)
-        records += group
+        records += groups
     return records
 
 
@@ -152,16 +160,26 @@ def _differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, t
         yield name, (before, now)
 
 
-def _interleaved(tasks: Sequence[Task], settings: Sequence[Setting]) -> Iterator[tuple[Task, Setting, TaskPrompt, int]]:
+@dataclass(frozen=True)
+class _Question:
+    """A prompt under a setting."""
+
+    task: Task
+    setting: Setting
+    prompt: TaskPrompt
+    number: int
+    """Of all questions of the evaluation; says who begins."""
+
+
+def _interleaved(tasks: Sequence[Task], settings: Sequence[Setting]) -> Iterator[_Question]:
     """First prompts of all tasks first, so that a run that is stopped early has some of each."""
     longest = max((len(task.prompts) for task in tasks), default=0)
-    number = 0
+    numbers = itertools.count()
     for index in range(longest):
         for task in tasks:
             for setting in settings:
                 if index < len(task.prompts):
-                    yield task, setting, task.prompts[index], number
-                    number += 1
+                    yield _Question(task, setting, task.prompts[index], next(numbers))
 
 
 def _warm_up(engines: Sequence[Engine], target: Target) -> None:
@@ -170,50 +188,82 @@ def _warm_up(engines: Sequence[Engine], target: Target) -> None:
         engine.generate([Request(prompt, SamplingParams(max_tokens=WARM_UP, ignore_eos=True))])
 
 
-def _answer(engine: Engine, contender: Contender, task: Task, prompt: TaskPrompt, setting: Setting) -> Record:
+class _Dialogue:
     """The turns of one prompt; each sees the contender's own answers to those before it."""
-    target = engine.target
-    seed = hashlib.sha256(f"{setting.params.seed}/{task.name}/{prompt.id}".encode()).digest()
-    params = setting.params.model_copy(update={"seed": int.from_bytes(seed[:4], "little")})
-    messages: list[Message] = task.opening(prompt, target.template)
-    tools = as_openai(prompt.tools) if prompt.tools and takes_tools(target.template) else None
-    turns: list[TurnRecord] = []
-    with PeakMemory(target.device) as memory:
-        for text in prompt.turns:
-            messages.append({"role": "user", "content": text})
-            tokens = tuple(target.template.encode(messages, tools=tools))
-            if turns and len(tokens) + 2 > target.max_positions:
-                break  # the conversation has outgrown the target's context; what was answered counts
-            turns.append(_turn(engine, Request(tokens, params), text))
-            messages.append({"role": "assistant", "content": turns[-1].text})
-    shape = None if contender.drafter is None else contender.drafter.memory_shape
-    context = turns[-1].prompt_tokens + len(turns[-1].tokens)
-    return Record(
-        task=task.name, id=prompt.id, contender=contender.name, setting=setting.name, k=contender.k, turns=turns,
-        peak_bytes=memory.bytes, drafter_kv_bytes=0 if shape is None else context * shape.bytes_per_token(target.dtype),
-    )  # fmt: skip
+
+    def __init__(self, target: Target, question: _Question):
+        self.target, self.question = target, question
+        task, prompt, params = question.task, question.prompt, question.setting.params
+        seed = hashlib.sha256(f"{params.seed}/{task.name}/{prompt.id}".encode()).digest()
+        self._params = params.model_copy(update={"seed": int.from_bytes(seed[:4], "little")})
+        self._messages: list[Message] = task.opening(prompt, target.template)
+        self._tools = as_openai(prompt.tools) if prompt.tools and takes_tools(target.template) else None
+        self.turns: list[TurnRecord] = []
+
+    def request(self) -> Request | None:
+        """The next turn; None behind the last, or where the conversation has outgrown the target's context: what was answered
+        counts."""
+        texts = self.question.prompt.turns
+        if len(self.turns) == len(texts):
+            return None
+        asked: list[Message] = [*self._messages, {"role": "user", "content": texts[len(self.turns)]}]
+        tokens = tuple(self.target.template.encode(asked, tools=self._tools))
+        if self.turns and len(tokens) + 2 > self.target.max_positions:
+            return None
+        self._messages = asked
+        return Request(tokens, self._params)
+
+    def take(self, request: Request, result: Result, seconds: tuple[float, float, float] | None) -> None:
+        """The answer to a request, and its seconds of prefill, drafting and verification if they are known."""
+        prefill, draft, verify = seconds or (None, None, None)
+        decode = self.target.tokenizer.decode
+        turn = TurnRecord(
+            question=self._messages[-1]["content"], text=result.text, pieces=pieces(result.tokens, decode), tokens=result.tokens,
+            drafted="".join("01"[d] for d in result.drafted), runs=result.runs, refused=result.refused,
+            refused_text=[decode(drafts) for drafts in result.refused], prompt_tokens=len(request.prompt),
+            finish_reason=result.finish_reason, looping=is_looping(result.tokens), prefill_seconds=prefill,
+            draft_seconds=draft, verify_seconds=verify, reached=result.counters.reached, accepted=result.counters.accepted,
+        )  # fmt: skip
+        self.turns.append(turn)
+        self._messages.append({"role": "assistant", "content": turn.text})
+
+    def record(self, contender: Contender, peak: int | None) -> Record:
+        """With ``peak`` bytes by which memory rose, if that is known."""
+        shape = None if contender.drafter is None else contender.drafter.memory_shape
+        context = self.turns[-1].prompt_tokens + len(self.turns[-1].tokens)
+        question = self.question
+        return Record(
+            task=question.task.name, id=question.prompt.id, contender=contender.name, setting=question.setting.name,
+            k=contender.k, turns=self.turns, peak_bytes=peak,
+            drafter_kv_bytes=0 if shape is None else context * shape.bytes_per_token(self.target.dtype),
+        )  # fmt: skip
 
 
-def _turn(engine: Engine, request: Request, question: str) -> TurnRecord:
+def _answer(engine: Engine, contender: Contender, questions: Sequence[_Question], together: bool) -> list[Record]:
+    """Answers to some questions, in one batch turn by turn if they are ``together``; else each is timed."""
+    dialogues = [_Dialogue(engine.target, question) for question in questions]
+    if not together:
+        return [_timed(engine, contender, dialogue) for dialogue in dialogues]
+    while asked := [(d, request) for d in dialogues if (request := d.request()) is not None]:
+        for (dialogue, request), result in zip(asked, engine.generate([r for _, r in asked]), strict=True):
+            dialogue.take(request, result, None)
+    return [dialogue.record(contender, None) for dialogue in dialogues]
+
+
+def _timed(engine: Engine, contender: Contender, dialogue: _Dialogue) -> Record:
     clock = engine.clock
     assert clock is not None
-    clock.reset()
-    began = time.perf_counter()
-    stream = engine.stream([request])
-    step = next(stream)
-    prefill = time.perf_counter() - began
-    while step.result is None:
-        step = next(stream)
-    result: Result = step.result
-    decode = engine.target.tokenizer.decode
-    return TurnRecord(
-        question=question, text=result.text, pieces=pieces(result.tokens, decode), tokens=result.tokens,
-        drafted="".join("01"[d] for d in result.drafted), runs=result.runs, refused=result.refused,
-        refused_text=[decode(drafts) for drafts in result.refused], prompt_tokens=len(request.prompt),
-        finish_reason=result.finish_reason, looping=is_looping(result.tokens), prefill_seconds=prefill,
-        draft_seconds=clock.draft_seconds, verify_seconds=clock.verify_seconds, reached=result.counters.reached,
-        accepted=result.counters.accepted,
-    )  # fmt: skip
+    with PeakMemory(engine.target.device) as memory:
+        while (request := dialogue.request()) is not None:
+            clock.reset()
+            began = time.perf_counter()
+            stream = engine.stream([request])
+            step = next(stream)
+            prefill = time.perf_counter() - began
+            while step.result is None:
+                step = next(stream)
+            dialogue.take(request, step.result, (prefill, clock.draft_seconds, clock.verify_seconds))
+    return dialogue.record(contender, memory.bytes)
 
 
 def pieces(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:

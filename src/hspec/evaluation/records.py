@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from hspec.files import drop_cut_line, reason
 
 
 class TurnRecord(Strict):
-    """One answer. Seconds are of the decoding steps; the prefill, which every contender does alike, is apart."""
+    """One answer. Seconds are of the decoding steps; the prefill, which every contender does alike, is apart. None where answers ran in
+    a batch, whose time is nobody's alone."""
 
     question: str
     """The user's turn."""
@@ -34,9 +36,9 @@ class TurnRecord(Strict):
     prompt_tokens: int
     finish_reason: str
     looping: bool
-    prefill_seconds: float
-    draft_seconds: float
-    verify_seconds: float
+    prefill_seconds: float | None
+    draft_seconds: float | None
+    verify_seconds: float | None
     reached: list[int]
     accepted: list[int]
 
@@ -66,8 +68,16 @@ class Record(Strict):
 
     @property
     def seconds(self) -> float:
-        """Of the decoding steps of all turns."""
-        return sum(turn.draft_seconds + turn.verify_seconds for turn in self.turns)
+        """Of the decoding steps of all turns; not a number where they were not timed."""
+        return self.draft_seconds + self.verify_seconds
+
+    @property
+    def draft_seconds(self) -> float:
+        return sum(math.nan if turn.draft_seconds is None else turn.draft_seconds for turn in self.turns)
+
+    @property
+    def verify_seconds(self) -> float:
+        return sum(math.nan if turn.verify_seconds is None else turn.verify_seconds for turn in self.turns)
 
 
 class RecordFile:
