@@ -50,7 +50,9 @@ def test_where_a_drafter_is_looked_for(target: Target, tmp_path: Path, monkeypat
     assert drafter_folder(folder, "x") == drafter_folder(str(folder), "x") == folder
     loaded = load_drafter(folder, target)
     assert not loaded.training and not any(p.requires_grad for p in loaded.parameters())
-    with pytest.raises(UsageError, match=r"no drafter ships for 'x': name one with --drafter, train one .*--no-draft"):
+    with pytest.raises(
+        UsageError, match=r"no drafter ships for 'x': name one with --drafter \(smollm2 for .*train one .*--no-draft"
+    ):
         drafter_folder(None, "x")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
@@ -69,6 +71,11 @@ def test_the_shipped_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (assets / "config.json").write_text("{}")
     assert shipped_drafter("smollm2") == shipped_drafter(SMOLLM2_NAME) == assets
     assert shipped_drafter("other") is None
+    # For a target fine-tuned from it, by the name of what it was trained for; a folder of that name comes first.
+    assert drafter_folder("smollm2", "some/finetune") == drafter_folder(None, "smollm2") == assets
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").mkdir()
+    assert drafter_folder("smollm2", "some/finetune") == Path("smollm2")
 
 
 def test_everything_that_a_user_can_mend_is_one_type() -> None:

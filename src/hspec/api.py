@@ -19,6 +19,7 @@ from hspec.targets.template import Message
 
 SHIPPED = {SMOLLM2_NAME: "smollm2-135m"}
 """Drafters that come with the package, by the target they were trained for."""
+FINE_TUNE_HINT = "smollm2 for the one of that model, if this was fine-tuned from it"
 
 Prompt = str | Sequence[Message]
 """A user turn, or messages; both go through the target's chat template."""
@@ -32,7 +33,11 @@ def shipped_drafter(target_name: str) -> Path | None:
 
 
 def drafter_folder(source: str | Path | None, target_name: str) -> Path:
-    """Where a drafter lies: a folder, a hub id, or None for the one that ships for the target.
+    """Where a drafter lies.
+
+    Args:
+        source: a folder, a hub id, the name of a target for which one ships (for a fine-tuned version of it, say), or None for the
+            one that ships for ``target_name``.
 
     Raises:
         UsageError: there is none.
@@ -41,13 +46,17 @@ def drafter_folder(source: str | Path | None, target_name: str) -> Path:
         folder = shipped_drafter(target_name)
         if folder is None:
             raise UsageError(
-                f"no drafter ships for {target_name!r}: name one with --drafter, train one with 'hspec train', or go without (--no-draft)"
+                f"no drafter ships for {target_name!r}: name one with --drafter ({FINE_TUNE_HINT}), train one with 'hspec train', or "
+                f"go without (--no-draft)"
             )
         return folder
     path = Path(source).expanduser()
-    if path.exists() or str(source).count("/") != 1:
+    if path.exists():
         return path
-    return _from_hub(str(source))
+    shipped = shipped_drafter(str(source))
+    if shipped is not None:
+        return shipped
+    return _from_hub(str(source)) if str(source).count("/") == 1 else path
 
 
 def _from_hub(source: str) -> Path:
@@ -66,7 +75,8 @@ def load_drafter(source: str | Path | None, target: Target) -> Drafter:
     """Load a drafter for inference on ``target``.
 
     Args:
-        source: a folder, a hub id, ``ngram`` for prompt lookup, or None for the drafter that ships.
+        source: a folder, a hub id, ``ngram`` for prompt lookup, a target's name for the drafter that ships for it, or None for
+            the one that ships for this target.
 
     Raises:
         UsageError: no such drafter, or one for another target.

@@ -2,6 +2,7 @@
 
 import json
 import re
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from hspec.errors import UsageError
-from hspec.evaluation.records import RecordFile, TurnRecord
+from hspec.evaluation.records import Record, RecordFile, TurnRecord
 from hspec.evaluation.report import Span, cost_curves, sentences, spans, training_curves, write_report
 from tests.evaluation.browser import check_page
 from tests.evaluation.test_summary import CONTENDERS, records_of
@@ -37,12 +38,18 @@ def test_spans() -> None:
     assert "".join(s.text for s in found) == "abcdefg"
 
 
+def with_prompt_of(record: Record, tokens: int) -> Record:
+    return record.model_copy(update={"turns": [t.model_copy(update={"prompt_tokens": tokens}) for t in record.turns]})
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """An evaluation as ``hspec eval`` leaves it, with numbers from a seed."""
     records = records_of(np.random.default_rng(0), {"a": 2.2, "b": 1.6})
     shown = turn("01100", [3, 1], ["", "never & nowhere"])
     records = [r.model_copy(update={"turns": [shown]}) if r.id == "0" and r.contender == "a" else r for r in records]
+    records = [with_prompt_of(r, 300) if r.task == "code" and int(r.id) < 4 else r for r in records]
+    records = [with_prompt_of(r, 1500) if (r.task, r.id, r.contender) == ("code", "9", "a") else r for r in records]
     for record in records:
         RecordFile(tmp_path / "records.jsonl").append(record)
     about = {"target": {"name": "a <target>", "weights": "0123"}, "dtype": "float32", "device": "cpu", "contenders": CONTENDERS}
@@ -69,7 +76,7 @@ def test_page(folder: Path) -> None:
         "offline"
     )
     assert not [tag for tag, _ in tags.found if tag in ("script", "link") and tag == "script"]
-    assert len([tag for tag, _ in tags.found if tag == "svg"]) == 3
+    assert len([tag for tag, _ in tags.found if tag == "svg"]) == 5
     ids = [a["id"] for _, a in tags.found if a.get("id")]
     assert len(set(ids)) == len(ids), "every id of every plot is its own"
     assert "Drafters for a &lt;target&gt;" in page and "Why &lt;b&gt;?" in page
@@ -80,12 +87,35 @@ def test_page(folder: Path) -> None:
     assert f"{tau['value']:.2f} <small>{tau['low']:.2f}\N{EN DASH}{tau['high']:.2f}</small>" in page
 
 
+def cells(page: str, caption: str) -> list[list[str]]:
+    """The text of a table's cells, row by row."""
+    table = page.split(caption)[1].split("</table>")[0]
+    rows = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in table.split("<tr>")[1:]]
+    return [[unescape(re.sub(r"<.*?>", "", cell)) for cell in row] for row in rows]
+
+
+def test_tables_of_bins(folder: Path) -> None:
+    """Prompts of 300 tokens are four, too few for an interval; one of 1,500 tokens had drafter a alone."""
+    page = write_report(folder).read_text(encoding="utf-8")
+    entrants = json.loads((folder / "summary.json").read_text())["settings"]["greedy"]["entrants"]
+    head, *rows = cells(page, "Tau by input length (prompts)")
+    assert head == ["tokens of the prompt", "a", "b"] and [row[0] for row in rows] == ["<64", "256-1023", "1024-4095"]
+    few = entrants["a"]["tau_by_input"][1]["tau"]
+    assert rows[0][1].endswith("(25)") and rows[0][2].endswith("(26)") and "\N{EN DASH}" in rows[0][1]
+    assert rows[1][1] == f"{few['value']:.2f} ? (4)"
+    assert rows[2][1].endswith("? (1)") and rows[2][2] == "-"
+    _, *rows = cells(page, "Tau by response position (prompts)")
+    for b, row in zip(entrants["b"]["tau_by_position"], rows, strict=True):
+        assert row[0] == b["bin"] and row[2].startswith(f"{b['tau']['value']:.2f} ") and row[2].endswith(f"({b['prompts']})")
+    assert [row[0] for row in rows] == ["1-32", "33-64", "65-128"]
+
+
 def test_two_settings_have_ids_of_their_own(folder: Path) -> None:
     for record in RecordFile(folder / "records.jsonl").read():
         RecordFile(folder / "records.jsonl").append(record.model_copy(update={"setting": "T=1"}))
     tags = Tags(write_report(folder).read_text(encoding="utf-8"))
     ids = [a["id"] for _, a in tags.found if a.get("id")]
-    assert len(set(ids)) == len(ids) and len([tag for tag, _ in tags.found if tag == "svg"]) == 6
+    assert len(set(ids)) == len(ids) and len([tag for tag, _ in tags.found if tag == "svg"]) == 10
 
 
 def test_an_interrupted_evaluation(folder: Path) -> None:
@@ -123,7 +153,7 @@ def test_training_and_costs(folder: Path) -> None:
     }
     (folder / "costs.json").write_text(json.dumps(costs))
     page = write_report(folder, training=[run], costs=folder / "costs.json").read_text(encoding="utf-8")
-    assert len([tag for tag, _ in Tags(page).found if tag == "svg"]) == 7
+    assert len([tag for tag, _ in Tags(page).found if tag == "svg"]) == 9
     with pytest.raises(UsageError, match=r"--training .*gone: cannot read"):
         training_curves([folder / "gone"])
     with pytest.raises(UsageError, match="not the log of a training"):

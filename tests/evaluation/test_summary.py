@@ -97,6 +97,43 @@ def test_seeds_of_one_method_are_one_row() -> None:
     assert width > 1.1 * (one["high"] - one["low"])
 
 
+def answered(task: str, id: str, runs: list[int], prompt_tokens: int) -> list[Record]:
+    """One prompt, by drafter ``a`` and without one."""
+    both = [record(task, id, "ar", [1] * sum(runs), 0.01), record(task, id, "a", runs, 0.01)]
+    return [r.model_copy(update={"turns": [r.turns[0].model_copy(update={"prompt_tokens": prompt_tokens})]}) for r in both]
+
+
+def test_tau_by_position_and_by_input() -> None:
+    """Five prompts with 31 tokens in 12 steps and then 6 in 2, four with 4 in 2; the first of each kind belongs to a task of its own."""
+    long = [answered("ab"[i > 0], f"long {i}", [3] * 9 + [1, 1, 2] + [3, 3], 100) for i in range(5)]
+    short = [answered("ab"[i > 0], f"short {i}", [1, 3], 20) for i in range(4)]
+    contenders = {name: CONTENDERS[name] for name in ("ar", "a")}
+    found = summarise([r for both in long + short for r in both], contenders)["greedy"]["entrants"]
+    first, second = found["a"]["tau_by_position"]
+    assert (first["bin"], first["prompts"], first["steps"]) == ("1-32", 9, 5 * 12 + 4 * 2)
+    assert first["tau"]["value"] == pytest.approx((5 * 31 + 4 * 4) / (5 * 12 + 4 * 2))
+    assert 2.0 <= first["tau"]["low"] < first["tau"]["value"] < first["tau"]["high"] <= 31 / 12
+    # All prompts that come so far have the same tau, so that there is nothing to be unsure of.
+    same = {"value": 3.0, "low": 3.0, "high": 3.0}
+    assert second == {"bin": "33-64", "prompts": 5, "steps": 10, "tau": same}
+    few, five = found["a"]["tau_by_input"]
+    assert few == {"bin": "<64", "prompts": 4, "steps": 8, "tau": {"value": 2.0, "low": None, "high": None}}
+    assert (five["bin"], five["prompts"], five["tau"]["value"]) == ("64-255", 5, pytest.approx(37 / 14))
+    assert five["tau"]["low"] == five["tau"]["high"] == pytest.approx(37 / 14)
+    assert {b["tau"]["value"] for b in found["ar"]["tau_by_position"] + found["ar"]["tau_by_input"]} == {1.0}
+
+
+def test_bins_of_several_seeds() -> None:
+    """A prompt counts once however many trainings answered it; sums are of all."""
+    records = [
+        record("t", str(i), name, runs, 0.01) for i in range(6) for name, runs in (("ar", [1, 1]), ("x1", [1]), ("x2", [3]))
+    ]
+    contenders = {"ar": CONTENDERS["ar"], **{f"x{s}": {"method": "x", "k": 3, "seed": s} for s in (1, 2)}}
+    (found,) = summarise(records, contenders)["greedy"]["entrants"]["x (k 3, 2 seeds)"]["tau_by_input"]
+    assert (found["prompts"], found["steps"], found["tau"]["value"]) == (6, 12, 2.0)
+    assert (found["tau"]["low"], found["tau"]["high"]) == (1.0, 3.0)
+
+
 def test_nothing_to_summarise(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no evaluation"):
         write_summary(tmp_path)
@@ -154,6 +191,23 @@ def test_command(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert {"threads", "torch", "load_average"} <= set(said["machine"])
     code, out, _ = run(capsys, monkeypatch, *common, "--out", tmp_path / "table")
     assert code == 0 and "mine against ngram: tau" in out and "prompts" in out
+
+
+def test_another_target_of_the_same_shape(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fine-tune with a chat template of its own, and the drafter as it was: two warnings, and it is measured."""
+    tuned = save_target(tmp_path / "tuned", seed=5)
+    template = tuned / "chat_template.jinja"
+    template.write_text(template.read_text() + " ")
+    arguments = ["-d", f"old={place / 'drafter'}", "--tasks", place / "mine.jsonl", "-n", 6, "--limit", 2, "--json"]
+    code, out, err = run(capsys, monkeypatch, "-t", tuned, *arguments, "--out", tmp_path / "out")
+    assert code == 0 and json.loads(out)["settings"]["greedy"]["entrants"]["old"]["tokens"] > 0
+    weights, other_template = err.splitlines()
+    assert "was trained on other weights" in weights and "was trained under another chat template" in other_template
+    wider = save_target(tmp_path / "wider", hidden=64)
+    code, out, err = run(capsys, monkeypatch, "-t", wider, *arguments, "--out", tmp_path / "other")
+    assert (code, out) == (2, "") and "(hidden_size 48), not for" in err
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,10 @@ TargetArgument = Annotated[str, typer.Option("--target", "-t", help="smollm2 (pa
 DrafterOption = Annotated[
     str | None,
     typer.Option(
-        "--drafter", "-d", help="A drafter's folder or hub id, or ngram (prompt lookup); by default the one that ships."
+        "--drafter",
+        "-d",
+        help="A drafter's folder or hub id, smollm2 for the one that ships for it, or ngram (prompt lookup); by default the one that "
+        "ships for the target.",
     ),
 ]
 KOption = Annotated[

@@ -69,6 +69,28 @@ def acceptance_by_position(setting: str, entrants: Mapping[str, Mapping[str, Any
     return _svg(f"{setting}: acceptance by position", draw)
 
 
+def tau_by_bin(name: str, entrants: Mapping[str, Mapping[str, Any]], key: str, bins: Sequence[str], x: str) -> str:
+    """Tau with 95 % intervals over bins from left to right.
+
+    Args:
+        key: of an entrant, the list of its bins. bins: labels of all that are shown.
+    """
+
+    def draw(axes: Axes) -> None:
+        shift = 0.06
+        for i, (label, entrant) in enumerate(entrants.items()):
+            # Beside each other, so that intervals do not hide each other.
+            places = [bins.index(b["bin"]) + (i - (len(entrants) - 1) / 2) * shift for b in entrant[key]]
+            own = [b["tau"] for b in entrant[key]]
+            axes.errorbar(places, [e["value"] for e in own], _errors(own), label=label, capsize=2, **_line(i))
+        axes.set_xticks(range(len(bins)), bins)
+        axes.set_xlabel(x)
+        axes.set_ylabel("tau")
+        axes.set_ylim(bottom=1)
+
+    return _svg(name, draw)
+
+
 def speed_against_memory(setting: str, entrants: Mapping[str, Mapping[str, Any]]) -> str:
     """Speedup over no drafting against what each entrant's drafter keeps of the context."""
 

@@ -10,16 +10,24 @@ from typing import Any
 
 from hspec.errors import HSpecError, UsageError
 from hspec.evaluation import plots
+from hspec.evaluation.bins import INPUTS, POSITIONS, Bins
 from hspec.evaluation.harness import AR, RECORDS_FILE
 from hspec.evaluation.page import render
 from hspec.evaluation.records import Record, RecordFile, TurnRecord
 from hspec.evaluation.setup import write_summary
 from hspec.evaluation.statistics import in_words
+from hspec.evaluation.summary import FEWEST
 from hspec.files import reason, write_text
 
 REPORT_FILE = "report.html"
 TEXTS = 1
 """Prompts of each task whose answers are shown, unless others are chosen."""
+
+CUTS = (
+    ("tau_by_position", POSITIONS, "tau by response position", "tokens of the answer"),
+    ("tau_by_input", INPUTS, "tau by input length", "tokens of the prompt"),
+)
+"""What else tau is shown by: the key in the summary, its bins, a title, and what is counted."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,7 @@ def write_report(
     page = render(
         "report.html.j2",
         summary=summary,
+        fewest=FEWEST,
         about=json.loads((folder / "evaluation.json").read_text(encoding="utf-8")),
         settings=[_setting(name, found) for name, found in summary["settings"].items()],
         curves=[*training_curves(training), *cost_curves(costs)],
@@ -89,7 +98,21 @@ def _setting(name: str, found: dict[str, Any]) -> dict[str, Any]:
     drawn = [plots.tau_by_task(name, drafters, list(found["prompts"]))] if drafters else []
     drawn += [plots.acceptance_by_position(name, tested)] if tested else []
     drawn += [plots.speed_against_memory(name, drafters)] if drafters else []
-    return {"name": name, "found": found, "plots": drawn, "sentences": sentences(found)}
+    cuts = [_cut(drafters, *cut) for cut in CUTS] if drafters else []
+    drawn += [
+        plots.tau_by_bin(f"{name}: {cut['title']}", drafters, cut["key"], list(cut["rows"]), cut["tokens"])
+        for cut in cuts
+        if len(cut["rows"]) > 1  # one point is no curve
+    ]
+    return {"name": name, "found": found, "plots": drawn, "cuts": cuts, "sentences": sentences(found)}
+
+
+def _cut(drafters: dict[str, Any], key: str, bins: Bins, title: str, tokens: str) -> dict[str, Any]:
+    """The table of tau by bin: ``rows`` by label, in each row what is known of every drafter, in their order, or None."""
+    known = [{b["bin"]: b for b in e[key]} for e in drafters.values()]
+    labels = [label for label in map(bins.label, range(len(bins))) if any(label in own for own in known)]
+    rows = {label: [own.get(label) for own in known] for label in labels}
+    return {"key": key, "title": title, "tokens": tokens, "names": list(drafters), "rows": rows}
 
 
 def sentences(found: dict[str, Any]) -> list[str]:

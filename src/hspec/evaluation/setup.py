@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hspec.api import load_drafter, shipped_drafter
+from hspec.api import FINE_TUNE_HINT, load_drafter, shipped_drafter
 from hspec.decoding.params import SamplingParams
 from hspec.drafters.drafter import Drafter
 from hspec.errors import HSpecError, UsageError
@@ -29,7 +29,7 @@ def contenders_of(target: Target, drafters: Sequence[str], ks: Sequence[int] | N
     """Every drafter at every k, after the contender without one; all are loaded, so that a misfit is refused before any answer.
 
     Args:
-        drafters: ``FOLDER`` or ``NAME=FOLDER``; none takes the one that ships.
+        drafters: ``FOLDER`` or ``NAME=FOLDER``, as :func:`hspec.api.load_drafter` takes it; none takes the one that ships.
         ks: None takes each drafter's largest.
 
     Raises:
@@ -38,7 +38,7 @@ def contenders_of(target: Target, drafters: Sequence[str], ks: Sequence[int] | N
     sources = list(drafters)
     if not sources:
         if shipped_drafter(target.name) is None:
-            raise UsageError(f"no drafter ships for {target.name!r}: name some with --drafter")
+            raise UsageError(f"no drafter ships for {target.name!r}: name some with --drafter ({FINE_TUNE_HINT})")
         sources = [""]
     found = [Contender(AR)]
     for source in sources:

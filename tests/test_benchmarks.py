@@ -1,0 +1,161 @@
+"""The scripts of ``benchmarks`` that make fine-tuned targets and compare what drafters are worth on them."""
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from hspec.decoding.params import SamplingParams
+from hspec.errors import HSpecError, UsageError
+from hspec.evaluation.harness import evaluate
+from hspec.evaluation.records import RecordFile
+from hspec.evaluation.setup import contenders_of, settings_of
+from hspec.evaluation.tasks.catalogue import load_tasks
+from tests.evaluation.test_summary import record
+from tests.saved import loaded, save_drafter_for, save_target, write_exchanges
+
+SCRIPTS = Path(__file__).parent.parent / "benchmarks"
+TEMPLATE = SCRIPTS / "templates" / "question_answer.jinja"
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Any:
+    return script("finetune_target").Settings(
+        target=str(save_target(tmp_path / "target")), data=str(write_exchanges(tmp_path / "data.jsonl", 200)), template=None,
+        steps=12, batch_tokens=512, max_tokens=128, learning_rate=0.003, warmup=1, precision="fp32", seed=0, held_out=2,
+    )  # fmt: skip
+
+
+def test_a_fine_tune(settings: Any, tmp_path: Path) -> None:
+    """It learns what the held-out conversations have too, is loaded by its folder, and has the template that it was trained with."""
+    tune = script("finetune_target")
+    about = tune.run(replace(settings, template=str(TEMPLATE)), tmp_path / "tuned")
+    assert about["held_out_loss_after"] < about["held_out_loss_before"] - 0.2
+    assert about["held_out"] == 2 and about["conversations"] == 197, "three of the 200 are held out, of which two are looked at"
+    tuned, before = loaded(tmp_path / "tuned"), loaded(tmp_path / "target")
+    assert tuned.weight_hash() != before.weight_hash()
+    assert tuned.template.text([{"role": "user", "content": "Why?"}]) == "### Question\nWhy?\n\n### Answer\n"
+    assert json.loads((tmp_path / "tuned" / "finetune.json").read_text()) == about
+    with pytest.raises(UsageError, match="is there already: choose another --out"):
+        tune.run(settings, tmp_path / "tuned")
+
+
+def test_what_a_fine_tune_refuses(settings: Any, tmp_path: Path) -> None:
+    tune = script("finetune_target")
+    with pytest.raises(UsageError, match="no template at gone"):
+        tune.run(replace(settings, template="gone"), tmp_path / "tuned")
+    rewriting = tmp_path / "rewriting.jinja"
+    rewriting.write_text("{{ messages[-1]['content'] }}")
+    with pytest.raises(HSpecError, match="a template that only appends"):
+        tune.run(replace(settings, template=str(rewriting)), tmp_path / "tuned")
+    few = write_exchanges(tmp_path / "few.jsonl", 1)
+    with pytest.raises(HSpecError, match="0 held out: give more"):
+        tune.run(replace(settings, data=str(few)), tmp_path / "tuned")
+    assert not (tmp_path / "tuned").exists()
+
+
+def test_the_template_appends_only(tmp_path: Path) -> None:
+    """Two turns, as the document that is trained on: the answers and the tokens that end them are the assistant's, the rest is not."""
+    target = loaded(save_target(tmp_path / "target"))
+    template = target.template
+    template.tokenizer.chat_template = TEMPLATE.read_text()
+    turns = [("system", "s t"), ("user", "a b"), ("assistant", "c d"), ("user", "e f"), ("assistant", "g h")]
+    tokens, mask = template.encode_supervised([{"role": role, "content": content} for role, content in turns])
+    end = template.tokenizer.eos_token
+    supervised = template.tokenizer.decode([t for t, own in zip(tokens, mask, strict=True) if own])
+    assert supervised == f"c d{end}g h{end}"
+
+
+def test_data(tmp_path: Path) -> None:
+    data = script("finetune_data")
+    (tmp_path / "alpaca.json").write_text(
+        json.dumps(
+            [{"instruction": "Add.", "input": "1, 2", "output": "3"}, {"instruction": "Sing.", "input": "", "output": "La."}]
+        )
+    )
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"id": 1, "turns": ["  SING. "]}\n{"id": 2, "turns": ["a line\u2028of its own"]}\n', encoding="utf-8")
+    out = tmp_path / "out.jsonl"
+    assert data.write(data.instructions(tmp_path / "alpaca.json"), out, data.measured([tasks])) == (1, 1)
+    messages = [{"role": "user", "content": "Add.\n\n1, 2"}, {"role": "assistant", "content": "3"}]
+    assert [json.loads(line) for line in out.read_text().splitlines()] == [{"messages": messages}]
+    body = "    total = 0\n    for x in values:\n        total += x * x\n    return total"
+    (tmp_path / "module.py").write_text(
+        f'def squares(values, start=0):\n    """Sum of\n    squares.\n\n    Of numbers."""\n{body}\n\n\ndef silent():\n    pass\n'
+    )
+    (tmp_path / "bad.py").write_text("def (")
+    ((asked, answer),) = data.functions(tmp_path)
+    assert asked == "Write the Python function squares(values, start=0). Sum of squares."
+    assert answer.startswith("```python\ndef squares(") and answer.endswith("return total\n```")
+
+
+def test_transfer(tmp_path: Path) -> None:
+    """The second target lacks one prompt, which then counts for neither; of the two others it needs twice the steps."""
+    transfer = script("transfer")
+    folders = {"first": {"1": [4, 4], "2": [2, 2], "3": [4]}, "second": {"1": [2, 2, 2, 2], "2": [1, 1, 1, 1]}}
+    for name, answers in folders.items():
+        for id, runs in answers.items():
+            for contender in ("ar", "a"):
+                RecordFile(tmp_path / name / "records.jsonl").append(record("t", id, contender, runs, 0.1))
+        target = {"name": name, "weights": f"weights of {name}", "template": "x"}
+        contenders = {"ar": {"method": "ar"}, "a": {"method": "hspec"}}
+        (tmp_path / name / "evaluation.json").write_text(json.dumps({"target": target, "contenders": contenders}))
+    rows = transfer.compare([transfer.Answers(tmp_path / name) for name in folders], "greedy", "a")
+    assert [(row["tau"]["value"], row["prompts"], row["steps"]) for row in rows] == [(3.0, 2, 4), (1.5, 2, 8)]
+    assert [row["over_first"]["value"] for row in rows] == [1.0, 0.5]
+    # Prompts are paired: whichever are drawn, the second is at half.
+    assert (rows[1]["over_first"]["low"], rows[1]["over_first"]["high"], rows[1]["over_first"]["verdict"]) == (
+        0.5,
+        0.5,
+        "behind",
+    )
+    assert rows[1]["weights"] == "weights of second" and rows[0]["tau"]["low"] == 2.0 and rows[0]["tau"]["high"] == 4.0
+    with pytest.raises(UsageError, match="holds no evaluation"):
+        transfer.Answers(tmp_path)
+    (tmp_path / "other.jsonl").write_text("{}\n{}\n")
+    with pytest.raises(UsageError, match=r"other.jsonl is not a file of batched_tau.py"):
+        transfer.Answers(tmp_path / "other.jsonl")
+
+
+def test_tau_in_batches(tmp_path: Path) -> None:
+    """The same answers in as many steps as hspec eval takes, one by one; what is there is not answered again, nor mixed with others'."""
+    batched, transfer = script("batched_tau"), script("transfer")
+    target = loaded(save_target(tmp_path / "target"))
+    save_drafter_for(target, tmp_path / "drafter")
+    tasks_file = tmp_path / "mine.jsonl"
+    tasks_file.write_text("".join(json.dumps({"id": i, "turns": [f"what is {i}"]}) + "\n" for i in range(5)))
+    tasks = load_tasks([str(tasks_file)])
+    contenders = contenders_of(target, [f"d={tmp_path / 'drafter'}", "ngram"], None)
+    settings = settings_of([SamplingParams(temperature=t, max_tokens=12) for t in (0, 1)])
+    out = tmp_path / "out.jsonl"
+    some = [replace(task, prompts=task.prompts[:2]) for task in tasks]
+    batched.run(target, contenders[1:], settings, some, 4, out)
+    batched.run(target, contenders[1:], settings, tasks, 4, out)
+    records = evaluate(target, contenders, tasks, settings, tmp_path / "eval")
+    expected = {
+        (r.setting, r.contender, r.id): (r.counters.emitted, r.counters.steps, r.turns[0].text)
+        for r in records
+        if r.contender != "ar"
+    }
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(lines) == 1 + 2 * 2 * 5
+    assert {(r["setting"], r["contender"], r["id"]): (r["emitted"], r["steps"], r["text"]) for r in lines[1:]} == expected
+    rows = [transfer.compare([transfer.Answers(path)], "T=1", "d")[0] for path in (out, tmp_path / "eval")]
+    assert rows[0]["tau"] == rows[1]["tau"] and rows[0]["prompts"] == 5
+    other = loaded(save_target(tmp_path / "other", seed=3))
+    with pytest.raises(HSpecError, match="answers of another target"):
+        batched.run(other, contenders[1:], settings, tasks, 4, out)
