@@ -1,6 +1,7 @@
 """Every contender answers every prompt, in turn; runs go on from what is there; other things are refused."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from hspec.decoding.params import SamplingParams
 from hspec.decoding.sequence import Request
 from hspec.drafters.parallel import ParallelDrafter
 from hspec.errors import HSpecError, UsageError
-from hspec.evaluation.harness import AR, Contender, Setting, evaluate, pieces
+from hspec.evaluation.harness import AR, Contender, Setting, evaluate, identity, pieces
 from hspec.evaluation.records import Record, RecordFile, whole_groups
+from hspec.evaluation.summary import summarise
 from hspec.evaluation.tasks.task import Task, TaskPrompt
 from hspec.targets.target import Target
 from tests.methods import drafting
@@ -96,6 +98,29 @@ def test_an_interrupted_run_goes_on(target: Target, contenders: list[Contender],
 
     assert answers(resumed) == answers(whole) == answers(RecordFile(path).read())
     assert evaluate(target, contenders, TASKS, SETTINGS, tmp_path / "a", lambda *_: pytest.fail("all is there"))
+
+
+@pytest.mark.parametrize("batch", [2, 64])
+def test_answers_in_batches_are_those_one_at_a_time(
+    target: Target, contenders: list[Contender], tmp_path: Path, batch: int
+) -> None:
+    alone = evaluate(target, contenders[1:], TASKS, SETTINGS, tmp_path / "alone")
+    seen: list[int] = []
+    together = evaluate(target, contenders[1:], TASKS, SETTINGS, tmp_path / "many", lambda n, *_: seen.append(n), batch)
+    assert seen == list(range(1, 13)) and len(together) == len(alone)
+    by = {(r.task, r.id, r.setting, r.contender): r for r in alone}
+    for record in together:
+        one = by[record.task, record.id, record.setting, record.contender]
+        assert [t.tokens for t in record.turns] == [t.tokens for t in one.turns]
+        assert [t.runs for t in record.turns] == [t.runs for t in one.turns]
+        assert record.drafter_kv_bytes == one.drafter_kv_bytes and record.peak_bytes is None
+        assert math.isnan(record.seconds) and record.turns[0].prefill_seconds is None, "nobody's time alone"
+    assert [r.contender for r in RecordFile(tmp_path / "many" / "records.jsonl").read()] == ["mine", "other"] * 6
+    with pytest.raises(UsageError, match=r"something else \(batch: "):
+        evaluate(target, contenders[1:], TASKS, SETTINGS, tmp_path / "many")
+    found = summarise(together, identity(target, contenders[1:], SETTINGS)["contenders"])["greedy"]
+    assert found["entrants"]["mine"]["speedup"] is None and found["entrants"]["mine"]["tau"]["value"] >= 1
+    assert found["pairs"][0]["speed_ratio"] is None and found["pairs"][0]["tau_ratio"]["value"] > 0
 
 
 def test_more_prompts_and_settings_may_come(target: Target, contenders: list[Contender], tmp_path: Path) -> None:

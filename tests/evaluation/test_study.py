@@ -85,6 +85,19 @@ def test_processes_share_the_trainings_out(study: Study, tmp_path: Path) -> None
     assert "it measures" in said[-1]
 
 
+def test_tau_in_batches_and_speed_of_the_first_seeds_alone(study: Study, tmp_path: Path) -> None:
+    measure = study.measure.model_copy(update={"batch": 4, "timed_limit": 1, "temperatures": (0.0, 1.0), "limit": 3})
+    result = run_study(study.model_copy(update={"measure": measure}), tmp_path / "study", lambda _: None)
+    assert result is not None
+    tau, timing = result["evaluation"]["settings"], result["timing"]["settings"]
+    assert list(tau) == ["greedy", "T=1"] and list(timing) == ["greedy"]
+    assert list(tau["greedy"]["entrants"]) == ["hspec (k 3, 2 seeds)", "dflash-0"]
+    assert list(timing["greedy"]["entrants"]) == ["ar", "hspec-0", "dflash-0"]
+    assert tau["greedy"]["prompts"] == {"qa": 3} and timing["greedy"]["prompts"] == {"qa": 1}
+    assert all(e["speedup"] is None for e in tau["greedy"]["entrants"].values())
+    assert all(run["cycle"] > 0 for run in result["trainings"]["runs"].values())
+
+
 def test_without_held_out_documents(study: Study, tmp_path: Path) -> None:
     """Nothing would tell the trainings apart, so none is begun."""
     few = tmp_path / "few.jsonl"

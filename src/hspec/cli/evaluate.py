@@ -49,6 +49,9 @@ def evaluate_(
     ] = "1024",
     seed: Annotated[int, typer.Option(help="Of the choice of prompts, of sampling and of the bootstrap.")] = 0,
     max_tokens: MaxTokens = 256,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Prompts answered at once; above 1 nothing is timed: for tau alone, and sooner.")
+    ] = 1,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave bad lines of task files out.")] = False,
     out: Annotated[Path, typer.Option("--out", "-o", help="Answers go here, and the same command goes on from them.")] = Path(
         "evaluation"
@@ -79,7 +82,7 @@ def evaluate_(
     made_to = None if lengths == "max" else numbers("--lengths", lengths)
     check_tasks(names, data)
     loaded, _ = load(target, None, True, device, dtype, threads)
-    chosen = contenders_of(loaded, drafter or [], ks)
+    chosen = contenders_of(loaded, drafter or [], ks)[batch > 1 :]  # the first is without a drafter, to be timed
     drawn = load_tasks(
         names, data, limit, seed, skip_bad, lambda text: len(loaded.tokenizer(text).input_ids),
         made_to, longest_prompt(loaded, max_tokens),
@@ -91,6 +94,7 @@ def evaluate_(
         evaluate(
             loaded, chosen, drawn, settings, out,
             lambda done, total, last: status.update(f"answers {done:,} of {total:,} ({last.task}, {last.contender})"),
+            batch,
         )  # fmt: skip
     here = machine(loaded.device.type)
     summary = write_summary(out, seed, [task.name for task in drawn], [s.name for s in settings], here)
@@ -111,16 +115,18 @@ def _print(summary: dict[str, Any], out: Path) -> None:
             table.add_row(task, str(count), *(in_words(e["tasks"][task]["tau"]) for e in entrants.values()))
         table.add_section()
         table.add_row("mean", "", *(in_words(e["tau"]) for e in entrants.values()))
-        table.add_row("speedup", "", *(in_words(e["speedup"]) for e in entrants.values()))
-        table.add_row("ms draft", "", *(f"{e['draft_ms']:.1f}" for e in entrants.values()))
-        table.add_row("ms verify", "", *(f"{e['verify_ms']:.1f}" for e in entrants.values()))
-        table.add_row("ms a token", "", *(f"{e['ms_per_token']:.1f}" for e in entrants.values()))
+        if all(e["draft_ms"] is not None for e in entrants.values()):
+            table.add_row("speedup", "", *(in_words(e["speedup"]) for e in entrants.values()))
+            table.add_row("ms draft", "", *(f"{e['draft_ms']:.1f}" for e in entrants.values()))
+            table.add_row("ms verify", "", *(f"{e['verify_ms']:.1f}" for e in entrants.values()))
+            table.add_row("ms a token", "", *(f"{e['ms_per_token']:.1f}" for e in entrants.values()))
         console.print(table)
         for pair in found["pairs"]:
             ratio, speed = pair["tau_ratio"], pair["speed_ratio"]
+            faster = "" if speed is None else f", speed {in_words(speed, 3)} {speed['verdict']}"
             console.print(
-                f"{pair['a']} against {pair['b']}: tau {in_words(ratio, 3)} {ratio['verdict']}, speed {in_words(speed, 3)} "
-                f"{speed['verdict']}; a 5 % difference needs {pair['prompts_for_5_percent'] or '?'} prompts"
+                f"{pair['a']} against {pair['b']}: tau {in_words(ratio, 3)} {ratio['verdict']}{faster}; "
+                f"a 5 % difference needs {pair['prompts_for_5_percent'] or '?'} prompts"
             )
     console.print(f"answers, evaluation.json and summary.json are in {out}; 'hspec report {out}' makes a page of them")
 

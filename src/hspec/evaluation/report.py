@@ -97,7 +97,8 @@ def _setting(name: str, found: dict[str, Any]) -> dict[str, Any]:
     tested = {n: e for n, e in drafters.items() if e["acceptance"]}
     drawn = [plots.tau_by_task(name, drafters, list(found["prompts"]))] if drafters else []
     drawn += [plots.acceptance_by_position(name, tested)] if tested else []
-    drawn += [plots.speed_against_memory(name, drafters)] if drafters else []
+    sped = {n: e for n, e in drafters.items() if e["speedup"] is not None}
+    drawn += [plots.speed_against_memory(name, sped)] if sped else []
     cuts = [_cut(drafters, *cut) for cut in CUTS] if drafters else []
     drawn += [
         plots.tau_by_bin(f"{name}: {cut['title']}", drafters, cut["key"], list(cut["rows"]), cut["tokens"])
@@ -122,9 +123,8 @@ def sentences(found: dict[str, Any]) -> list[str]:
         return ["Nothing was drafted here."]
     best = max(drafters, key=lambda n: drafters[n]["tau"]["value"])
     tau, speed = drafters[best]["tau"], drafters[best]["speedup"]
-    said = [
-        f"{best} has the largest mean accepted length, {in_words(tau)}, and is {in_words(speed)} times as fast as no drafting."
-    ]
+    fast = "; speed was not measured" if speed is None else f", and is {in_words(speed)} times as fast as no drafting"
+    said = [f"{best} has the largest mean accepted length, {in_words(tau)}{fast}."]
     words = {"ahead": "ahead of", "behind": "behind", "level": "not to be told from"}
     for pair in found["pairs"]:
         ratio = pair["tau_ratio"]

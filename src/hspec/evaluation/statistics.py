@@ -78,8 +78,10 @@ class Estimate:
         return Estimate(float(np.mean([e.value for e in estimates])), samples)
 
 
-def in_words(estimate: Mapping[str, Any], digits: int = 2) -> str:
-    """``1.93 (1.86 .. 2.00)`` of an :meth:`Estimate.as_dict`; ``1.93 (?)`` without an interval."""
+def in_words(estimate: Mapping[str, Any] | None, digits: int = 2) -> str:
+    """``1.93 (1.86 .. 2.00)`` of an :meth:`Estimate.as_dict`; ``1.93 (?)`` without an interval, ``-`` where nothing was measured."""
+    if estimate is None:
+        return "-"
     value, low, high = (estimate[key] for key in ("value", "low", "high"))
     return f"{value:.{digits}f} (?)" if low is None else f"{value:.{digits}f} ({low:.{digits}f} .. {high:.{digits}f})"
 

@@ -66,6 +66,15 @@ class Measurement(Strict):
     """Empty: the longest block that is trained."""
     max_tokens: PositiveInt = 128
     seed: int = 0
+    batch: PositiveInt = 1
+    """Above 1 tau is told from answers in batches, and speed from others: of the first seeds, under the first temperature, to ..."""
+    timed_limit: PositiveInt = 2
+    """... so many prompts of each task."""
+
+    def timed(self) -> Measurement:
+        """What is answered one at a time."""
+        fewer = self.timed_limit if self.limit is None else min(self.limit, self.timed_limit)
+        return self.model_copy(update={"batch": 1, "limit": fewer, "temperatures": self.temperatures[:1]})
 
     @property
     def folder(self) -> Path | None:
@@ -116,6 +125,10 @@ class Study(Strict):
             return job
         steps = round(job.train.steps * run_flops(self.job) / run_flops(job))
         return job.model_copy(update={"train": job.train.model_copy(update={"steps": max(1, steps)})})
+
+    def first_seed(self, label: str) -> int:
+        """Of an entry."""
+        return next(entry.seeds[0] for entry in self.entries if entry.label == label)
 
     def pieces(self) -> list[Piece]:
         """Trainings in their order: first seeds first."""

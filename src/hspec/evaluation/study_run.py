@@ -23,11 +23,12 @@ from hspec.evaluation.harness import AR, Contender, evaluate
 from hspec.evaluation.records import Record
 from hspec.evaluation.report import write_report
 from hspec.evaluation.setup import longest_prompt, machine, settings_of, write_summary
-from hspec.evaluation.study import Piece, Study, claim
+from hspec.evaluation.study import Measurement, Piece, Study, claim
 from hspec.evaluation.tasks.catalogue import check_tasks, load_tasks
 from hspec.files import write_text
 from hspec.locks import alone
 from hspec.targets.sources import load_target
+from hspec.targets.target import Target
 from hspec.training.build import new_drafter, training_target
 from hspec.training.checkpoints import holds_run
 from hspec.training.data import Data, Say, prepare_data
@@ -36,7 +37,7 @@ from hspec.training.trackers import LOG_FILE
 from hspec.training.trainer import Trainer
 
 RESULT_FILE = "study.json"
-EVALUATION = "evaluation"
+EVALUATION, TIMING = "evaluation", "timing"
 
 
 def run_study(
@@ -144,10 +145,24 @@ def _train(
 
 
 def _measure(study: Study, folder: Path, on_answer: Callable[[int, int, Record], None]) -> dict[str, Any]:
-    m = study.measure
+    """All drafters, and how long they take: in the same answers, or in fewer of their own if those ran in batches."""
     target = load_target(study.job.target)
-    contenders = [Contender(AR)]
     drafters = {piece: load_drafter(piece.folder(folder), target) for piece in study.pieces()}
+    summary = _evaluate(study.measure, target, drafters, folder / EVALUATION, on_answer)
+    timing = summary
+    if study.measure.batch > 1:
+        first = {piece: drafter for piece, drafter in drafters.items() if piece.seed == study.first_seed(piece.label)}
+        timing = _evaluate(study.measure.timed(), target, first, folder / TIMING, on_answer)
+    result = {"trainings": trainings(study, folder, drafters, timing), "evaluation": summary, "timing": timing}
+    write_text(folder / RESULT_FILE, json.dumps(result, indent=2) + "\n")
+    write_report(folder / EVALUATION, folder / "report.html", training=[piece.folder(folder) for piece in study.pieces()])
+    return result
+
+
+def _evaluate(
+    m: Measurement, target: Target, drafters: dict[Piece, Any], place: Path, on_answer: Callable[[int, int, Record], None]
+) -> dict[str, Any]:  # fmt: skip
+    contenders = [Contender(AR)] if m.batch == 1 else []
     for piece, drafter in drafters.items():
         for k in m.k or (drafter.max_draft,):
             name = piece.name if len(m.k) < 2 else f"{piece.name} k={k}"
@@ -157,13 +172,8 @@ def _measure(study: Study, folder: Path, on_answer: Callable[[int, int, Record],
         longest=longest_prompt(target, m.max_tokens),
     )  # fmt: skip
     settings = settings_of([SamplingParams(temperature=t, max_tokens=m.max_tokens, seed=m.seed) for t in m.temperatures])
-    place = folder / EVALUATION
-    evaluate(target, contenders, tasks, settings, place, on_answer)
-    summary = write_summary(place, m.seed, measured_on=machine(target.device.type))
-    result = {"trainings": trainings(study, folder, drafters, summary), "evaluation": summary}
-    write_text(folder / RESULT_FILE, json.dumps(result, indent=2) + "\n")
-    write_report(place, folder / "report.html", training=[piece.folder(folder) for piece in study.pieces()])
-    return result
+    evaluate(target, contenders, tasks, settings, place, on_answer, m.batch)
+    return write_summary(place, m.seed, measured_on=machine(target.device.type))
 
 
 def trainings(study: Study, folder: Path, drafters: dict[Piece, Any], summary: dict[str, Any]) -> dict[str, Any]:

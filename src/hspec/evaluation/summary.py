@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -43,6 +44,10 @@ def entrants(contenders: Mapping[str, Mapping[str, Any]]) -> list[Entrant]:
     return rows
 
 
+Times = dict[str, dict[str, Estimate]]
+"""Of every row by task."""
+
+
 class Measured:
     """The sums of one setting as arrays ``[seeds, prompts]``, prompts in one order for all."""
 
@@ -56,6 +61,11 @@ class Measured:
                 ids.append(record.id)
         for ids in self.prompts.values():
             ids.sort()
+
+    @property
+    def timed(self) -> bool:
+        """Whether all answers were."""
+        return not any(math.isnan(record.seconds) for record in self._records.values())
 
     @property
     def tasks(self) -> list[str]:
@@ -134,6 +144,8 @@ def summarise(records: Sequence[Record], contenders: Mapping[str, Mapping[str, A
     Args:
         contenders: as in ``evaluation.json``. seed: of the bootstrap.
 
+    What is of time is None where answers were not timed, and speedups where nobody was without a drafter.
+
     Raises:
         HSpecError: nothing was measured.
     """
@@ -143,40 +155,46 @@ def summarise(records: Sequence[Record], contenders: Mapping[str, Mapping[str, A
 
 
 def _of_setting(measured: Measured) -> dict[str, Any]:
-    plain = next(row for row in measured.rows if row.method == AR)
     taus = {row.name: {t: measured.tau(row, t) for t in measured.tasks} for row in measured.rows}
-    times = {row.name: {t: measured.latency(row, t) for t in measured.tasks} for row in measured.rows}
-    speed = {name: {t: times[plain.name][t] / own[t] for t in measured.tasks} for name, own in times.items()}
+    plain = next((row for row in measured.rows if row.method == AR), None)
+    times: Times = {}
+    speed: Times = {}
+    if measured.timed:
+        times = {row.name: {t: measured.latency(row, t) for t in measured.tasks} for row in measured.rows}
+    if plain is not None:
+        speed = {name: {t: times[plain.name][t] / own[t] for t in measured.tasks} for name, own in times.items()}
     drafters = [row for row in measured.rows if row.method != AR]
     return {
         "prompts": {task: len(ids) for task, ids in measured.prompts.items()},
-        "entrants": {row.name: _of_entrant(measured, row, taus[row.name], speed[row.name]) for row in measured.rows},
+        "entrants": {row.name: _of_entrant(measured, row, taus[row.name], speed.get(row.name)) for row in measured.rows},
         "pairs": [_pair(measured, a, b, taus, times) for a, b in combinations(drafters, 2)],
     }
 
 
-def _of_entrant(measured: Measured, row: Entrant, taus: dict[str, Estimate], speed: dict[str, Estimate]) -> dict[str, Any]:
+def _of_entrant(
+    measured: Measured, row: Entrant, taus: dict[str, Estimate], speed: dict[str, Estimate] | None
+) -> dict[str, Any]:  # fmt: skip
     records = measured.all_of(row)
     turns = [turn for record in records for turn in record.turns]
     steps, emitted = sum(len(t.runs) for t in turns), sum(sum(t.runs) for t in turns)
-    draft, verify = (1e3 * sum(part) / max(steps, 1) for part in zip(*((t.draft_seconds, t.verify_seconds) for t in turns)))
+    draft, verify = (1e3 * sum(part) / max(steps, 1) for part in zip(*((r.draft_seconds, r.verify_seconds) for r in records)))
     peaks = [r.peak_bytes for r in records if r.peak_bytes is not None]
     positions = [measured.acceptance(row, i) for i in range(row.k)]
     return {
         "method": row.method,
         "k": row.k,
         "seeds": len(row.contenders),
-        "tasks": {t: {"tau": taus[t].as_dict(), "speedup": speed[t].as_dict()} for t in measured.tasks},
+        "tasks": {t: {"tau": taus[t].as_dict(), "speedup": speed and speed[t].as_dict()} for t in measured.tasks},
         "tau": Estimate.mean(list(taus.values())).as_dict(),
-        "speedup": Estimate.mean(list(speed.values())).as_dict(),
+        "speedup": speed and Estimate.mean(list(speed.values())).as_dict(),
         "tau_pooled": emitted / max(steps, 1),
         "tau_by_position": measured.tau_in(row, by_position, POSITIONS),
         "tau_by_input": measured.tau_in(row, by_input, INPUTS),
         "acceptance": [p.as_dict() for p in positions if p is not None],
-        "draft_ms": draft,
-        "verify_ms": verify,
-        "ms_per_token": 1e3 * sum(r.seconds for r in records) / max(emitted, 1),
-        "ms_per_token_model": (draft + verify) / (emitted / max(steps, 1)) if emitted else 0.0,
+        "draft_ms": draft if measured.timed else None,
+        "verify_ms": verify if measured.timed else None,
+        "ms_per_token": 1e3 * sum(r.seconds for r in records) / max(emitted, 1) if measured.timed else None,
+        "ms_per_token_model": (draft + verify) / (emitted / max(steps, 1)) if emitted and measured.timed else None,
         "peak_mb": max(peaks) / 1e6 if peaks else None,
         "drafter_kv_bytes": max(r.drafter_kv_bytes for r in records),
         "looping": sum(t.looping for t in turns),
@@ -185,18 +203,16 @@ def _of_entrant(measured: Measured, row: Entrant, taus: dict[str, Estimate], spe
     }
 
 
-def _pair(
-    measured: Measured, a: Entrant, b: Entrant, taus: dict[str, dict[str, Estimate]], times: dict[str, dict[str, Estimate]]
-) -> dict[str, Any]:
+def _pair(measured: Measured, a: Entrant, b: Entrant, taus: Times, times: Times) -> dict[str, Any]:
     """The first against the second: above 1 it is ahead."""
     by_task = {t: taus[a.name][t] / taus[b.name][t] for t in measured.tasks}
     tau = Estimate.mean(list(taus[a.name].values())) / Estimate.mean(list(taus[b.name].values()))
-    faster = Estimate.mean([times[b.name][t] / times[a.name][t] for t in measured.tasks])
+    faster = Estimate.mean([times[b.name][t] / times[a.name][t] for t in measured.tasks]) if times else None
     return {
         "a": a.name,
         "b": b.name,
         "tau_ratio": {**tau.as_dict(), "verdict": verdict(tau)},
-        "speed_ratio": {**faster.as_dict(), "verdict": verdict(faster)},
+        "speed_ratio": faster and {**faster.as_dict(), "verdict": verdict(faster)},
         "tasks": {t: {**ratio.as_dict(), "verdict": verdict(ratio)} for t, ratio in by_task.items()},
         "prompts_for_5_percent": _needed(measured, a, b),
     }
