@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from hspec.decoding.params import SamplingParams
-from hspec.decoding.processors import process
+from hspec.decoding.processors import process, truncate
 
 VOCABULARY = 61
 
@@ -105,3 +105,18 @@ def test_a_penalised_token_counts_once() -> None:
     logits = torch.tensor([[4.0, -4.0, 1.0]] * 3)
     out = process(logits, params, torch.tensor([0]), [0, 1])
     assert out.tolist() == [[2.0, -4.0, 1.0], [2.0, -4.0, 1.0], [2.0, -8.0, 1.0]]
+
+
+@pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.999, 1 - 1e-6])
+@pytest.mark.parametrize("spread", [0.001, 1.0, 3.0, 20.0])
+def test_a_nucleus_of_any_size(spread: float, top_p: float) -> None:
+    """From one token to all 6,000, found among the likeliest or not: the rows' own definition, but for sums that touch ``top_p``."""
+    scale = torch.tensor([spread, spread / 2, spread])[:, None]
+    logits = torch.randn(3, 6000, generator=torch.Generator().manual_seed(1)) * scale
+    cut = truncate(logits, SamplingParams(temperature=1.0, top_p=top_p))
+    kept = ~cut.isinf()
+    p, order = logits.double().softmax(-1).sort(dim=-1, descending=True)
+    before = torch.zeros_like(p).scatter_(-1, order, p.cumsum(-1) - p)
+    clear = (before - top_p).abs() > 1e-5
+    assert torch.equal(kept[clear], (before < top_p)[clear])
+    assert kept.any(-1).all() and torch.equal(cut[kept], logits[kept])

@@ -32,6 +32,12 @@ class DraftSampler:
         self.params, self.positions, self.draft_ids = params, positions, draft_ids
         self.penalised = [None if h is None else _to_draft(h, draft_ids) for h in histories]
         self.one_hot = all(p.drafts_greedily for p in params)
+        alike: dict[tuple[float, int, float, float], list[int]] = {}
+        for i, p in enumerate(params):
+            if not p.drafts_greedily:
+                alike.setdefault((p.temperature, p.top_k, p.top_p, p.min_p), []).append(i)
+        self._alike = list(alike.values())
+        """Requests that draw, those together whose distributions are processed alike."""
 
     def __call__(self, slot: int, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         if any(ids is not None for ids in self.penalised):
@@ -39,14 +45,11 @@ class DraftSampler:
         chosen = logits.argmax(-1)
         q = None
         if not self.one_hot:
-            q = torch.zeros_like(logits)
-            for i, params in enumerate(self.params):
-                if params.drafts_greedily:
-                    q[i, chosen[i]] = 1.0
-                    continue
-                q[i] = truncate(logits[i : i + 1] / params.temperature, params).softmax(-1)[0]
-                u = uniform(params.seed, self.positions[i] + slot, Purpose.DRAFT)
-                chosen[i] = sample(q[i : i + 1], torch.tensor([u], dtype=torch.float64, device=q.device))[0]
+            q = torch.zeros_like(logits).scatter_(1, chosen[:, None], 1.0)
+            for rows in self._alike:
+                params = self.params[rows[0]]
+                q[rows] = truncate(logits[rows] / params.temperature, params).softmax(-1)
+                chosen[rows] = self._draw(q[rows], rows, slot, Purpose.DRAFT)
         for i, ids in enumerate(self.penalised):
             if ids is not None:
                 self.penalised[i] = torch.cat((ids, chosen[i : i + 1]))
@@ -58,13 +61,14 @@ class DraftSampler:
         Whatever it is, drafts are tested against their distribution given it, so temperature and truncation have no part here.
         """
         chosen = logits.argmax(-1)
-        for i, params in enumerate(self.params):
-            if not params.drafts_greedily:
-                u = uniform(params.seed, self.positions[i], Purpose.LATENT)
-                chosen[i] = sample(logits[i : i + 1].softmax(-1), torch.tensor([u], dtype=torch.float64, device=logits.device))[
-                    0
-                ]
+        for rows in self._alike:
+            chosen[rows] = self._draw(logits[rows].softmax(-1), rows, 0, Purpose.LATENT)
         return chosen
+
+    def _draw(self, q: Tensor, rows: list[int], slot: int, purpose: Purpose) -> Tensor:
+        """A token of each of some requests, ``[m, draft vocabulary]`` -> ``[m]``."""
+        numbers = [uniform(self.params[i].seed, self.positions[i] + slot, purpose) for i in rows]
+        return sample(q, torch.tensor(numbers, dtype=torch.float64, device=q.device))
 
     def _penalise(self, i: int, row: Tensor) -> Tensor:
         ids = self.penalised[i]

@@ -39,16 +39,32 @@ def penalise(row: Tensor, ids: Tensor, penalty: float) -> Tensor:
     return row
 
 
+NUCLEUS = (256, 4096)
+"""How many of the likeliest tokens are looked at before all of them are sorted."""
+
+
+def _nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """Keep the tokens before which, from the likeliest on, there is less than ``top_p``; the likeliest is always kept.
+
+    Few tokens mostly have all that is kept, and finding those takes a twentieth of a sort of 49,152 tokens.
+    """
+    p, width = logits.softmax(-1), logits.shape[-1]
+    for count in (*(n for n in NUCLEUS if n < width), width):
+        top, ids = p.topk(count, dim=-1)
+        through = top.cumsum(-1)
+        if count == width or bool((through[..., -1] >= top_p).all()):
+            break
+    kept = logits.gather(-1, ids).masked_fill(through - top >= top_p, float("-inf"))
+    return torch.full_like(logits, float("-inf")).scatter_(-1, ids, kept)
+
+
 def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
     """Top-k, then top-p, then min-p of ``[m, vocabulary]`` logits that have their temperature."""
     if 0 < params.top_k < logits.shape[-1]:
         smallest = logits.topk(params.top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < smallest, float("-inf"))
     if params.top_p < 1.0:
-        ascending, order = logits.sort(dim=-1)
-        remove = ascending.softmax(-1).cumsum(-1) <= 1 - params.top_p
-        remove[..., -1] = False
-        logits = logits.masked_fill(remove.scatter(-1, order, remove), float("-inf"))
+        logits = _nucleus(logits, params.top_p)
     if params.min_p > 0.0:
         p = logits.softmax(-1)
         logits = logits.masked_fill(p < params.min_p * p.max(-1, keepdim=True).values, float("-inf"))

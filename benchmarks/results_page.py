@@ -1,0 +1,250 @@
+"""docs/results.md from what was measured: no figure on that page is typed.
+
+    python benchmarks/results_page.py collect study ~/study                  # a study, finished or not
+    python benchmarks/results_page.py collect k-sweep ~/k-sweep              # a folder of 'hspec eval'
+    python benchmarks/results_page.py collect costs costs.json               # what a command printed with --json
+    python benchmarks/results_page.py render                                 # docs/results/*.json + results.md.j2 -> docs/results.md
+
+``collect NAME PLACE`` keeps in ``docs/results/NAME.json`` the little that the page needs; ``render`` alone reads only those.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from hspec.errors import HSpecError, UsageError
+from hspec.evaluation.statistics import in_words
+from hspec.evaluation.study import read_study
+from hspec.evaluation.study_run import RESULT_FILE, is_done
+from hspec.files import write_text
+
+ROOT = Path(__file__).parent.parent
+DATA, PAGE, TEMPLATE = ROOT / "docs" / "results", ROOT / "docs" / "results.md", Path(__file__).with_name("results.md.j2")
+KEPT = ("method", "k", "seeds", "tasks", "tau", "speedup", "acceptance", "draft_ms", "verify_ms", "ms_per_token", "ms_per_token_model",
+        "drafter_kv_bytes", "tau_by_position", "tau_by_input", "looping", "tokens", "steps")  # fmt: skip
+
+
+# -- collecting --------------------------------------------------------------------------------------------------------
+
+
+def collect(place: Path) -> Any:
+    """The little that the page needs of a study's folder, an evaluation's, or a JSON or JSONL file.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    if (place / "study.yaml").is_file():
+        return of_study(place)
+    if (place / "summary.json").is_file():
+        return of_evaluation(json.loads((place / "summary.json").read_text(encoding="utf-8")))
+    if place.is_file():
+        text = place.read_text(encoding="utf-8")
+        return rounded([json.loads(line) for line in text.splitlines()] if place.suffix == ".jsonl" else json.loads(text))
+    raise UsageError(f"{place}: not the folder of a study or of an evaluation, and not a JSON file")
+
+
+def of_evaluation(summary: Mapping[str, Any]) -> dict[str, Any]:
+    settings = {
+        name: {
+            "prompts": found["prompts"],
+            "entrants": {e: {key: about[key] for key in KEPT if key in about} for e, about in found["entrants"].items()},
+            "pairs": found["pairs"],
+        }
+        for name, found in summary["settings"].items()
+    }
+    return rounded(
+        {"target": summary["target"], "dtype": summary["dtype"], "machine": summary["machine"], "settings": settings}
+    )
+
+
+def of_study(folder: Path) -> dict[str, Any]:
+    """Every finished training by its last validation, with what it had come to on the way."""
+    study = read_study(folder / "study.yaml")
+    runs = []
+    for piece in study.pieces():
+        own = piece.folder(folder)
+        if not is_done(own):
+            continue
+        log = [json.loads(line) for line in (own / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+        held_out = [r for r in log if r["kind"] == "held-out"]
+        last = held_out[-1]
+        runs.append(
+            {
+                "label": piece.label, "seed": piece.seed, "blocks": last["blocks"], "core_seconds": last["core_seconds"],
+                "loss": last["loss"], "tau": last["tau_sampling"], "tau_greedy": last["tau_greedy"],
+                "acceptance": last["conditional"]["sampling"], "calibration_error": last.get("calibration", {}).get("ece"),
+                "course": [[r["blocks"], r["core_seconds"], r["tau_sampling"]] for r in held_out],
+            }
+        )  # fmt: skip
+    result = folder / RESULT_FILE
+    whole = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else None
+    return rounded(
+        {
+            "trainings": len(study.pieces()),
+            "job": study.job.model_dump(mode="json"),
+            "runs": runs,
+            "evaluation": None if whole is None else of_evaluation(whole["evaluation"]),
+            "timing": None if whole is None else of_evaluation(whole["timing"]),
+        }
+    )
+
+
+def rounded(value: Any) -> Any:
+    """Floats to six figures: more are noise, and lines of a diff."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: rounded(inner) for key, inner in value.items()}
+    return [rounded(inner) for inner in value] if isinstance(value, list) else value
+
+
+# -- rendering ---------------------------------------------------------------------------------------------------------
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))
+
+
+def taus_by_task(found: Mapping[str, Any], names: Sequence[str] | None = None) -> str:
+    """Of one setting: a row a task, a column an entrant."""
+    chosen = {n: e for n, e in found["entrants"].items() if e["method"] != "ar" and (names is None or n in names)}
+    rows = [
+        [task, str(n), *(in_words(e["tasks"][task]["tau"]) for e in chosen.values())] for task, n in found["prompts"].items()
+    ]
+    rows.append(["**mean**", "", *(f"**{in_words(e['tau'])}**" for e in chosen.values())])
+    return table(["task", "prompts", *chosen], rows)
+
+
+def means(evaluation: Mapping[str, Any]) -> str:
+    """A row an entrant, a column a setting."""
+    settings = evaluation["settings"]
+    names = dict.fromkeys(n for found in settings.values() for n, e in found["entrants"].items() if e["method"] != "ar")
+    rows = [[n, *(in_words(f["entrants"][n]["tau"]) for f in settings.values())] for n in names]
+    return table(["drafter", *(f"tau, {name}" for name in settings)], rows)
+
+
+def acceptance(found: Mapping[str, Any]) -> str:
+    """Conditional acceptance by draft position, a row an entrant."""
+    chosen = {n: e for n, e in found["entrants"].items() if e.get("acceptance")}
+    width = max(len(e["acceptance"]) for e in chosen.values())
+    rows = [
+        [n, *(f"{a['value']:.3f}" for a in e["acceptance"]), *[""] * (width - len(e["acceptance"]))] for n, e in chosen.items()
+    ]
+    return table(["drafter", *map(str, range(1, width + 1))], rows)
+
+
+def bins(found: Mapping[str, Any], key: str, title: str) -> str:
+    """Tau in bins, a row a bin, a column an entrant."""
+    chosen = {n: e for n, e in found["entrants"].items() if e["method"] != "ar"}
+    labels = dict.fromkeys(b["bin"] for e in chosen.values() for b in e[key])
+    rows = []
+    for label in labels:
+        own = [next((b for b in e[key] if b["bin"] == label), None) for e in chosen.values()]
+        rows.append([label, *("-" if b is None else in_words(b["tau"]) for b in own)])
+    return table([title, *chosen], rows)
+
+
+def pairs(found: Mapping[str, Any], first: str = "") -> str:
+    """Ratios of tau, first against second; those that begin with ``first`` alone."""
+    rows = [
+        [f"{p['a']} / {p['b']}", in_words(p["tau_ratio"], 3), p["tau_ratio"]["verdict"], str(p["prompts_for_5_percent"] or "?")]
+        for p in found["pairs"]
+        if p["a"].startswith(first)
+    ]
+    return table(["pair", "tau ratio", "first is", "prompts to see 5 %"], rows)
+
+
+def trainings(study: Mapping[str, Any]) -> str:
+    """A row a training: what it cost and came to by its own validation."""
+    rows = []
+    for r in sorted(study["runs"], key=lambda r: -r["tau"]):
+        error = r["calibration_error"]
+        made = [f"{r['blocks']:,}", f"{r['core_seconds'] / 60:.1f}", f"{r['blocks'] / r['core_seconds']:.0f}"]
+        found = [f"{r['loss']:.3f}", f"{r['tau']:.3f}", f"{r['tau_greedy']:.3f}", "-" if error is None else f"{error:.3f}"]
+        rows.append([r["label"], str(r["seed"]), *made, *found])
+    header = [
+        "method",
+        "seed",
+        "blocks",
+        "core minutes",
+        "blocks a core-second",
+        "held-out loss",
+        "tau (estimate, T = 1)",
+        "greedy",
+        "calibration error",
+    ]
+    return table(header, rows)
+
+
+def positions(study: Mapping[str, Any]) -> str:
+    """Conditional acceptance by position in validation, a row a training."""
+    width = max(len(r["acceptance"]) for r in study["runs"])
+    rows = [[f"{r['label']} {r['seed']}", *("-" if a is None else f"{a:.3f}" for a in r["acceptance"])] for r in study["runs"]]
+    return table(["training", *map(str, range(1, width + 1))], rows)
+
+
+def first_seeds(study: Mapping[str, Any]) -> str:
+    """The estimated tau of each method's first seed, the largest first, in a sentence's words."""
+    first = {r["label"]: r["tau"] for r in reversed(study["runs"])}
+    return ", ".join(f"{label} {tau:.3f}" for label, tau in sorted(first.items(), key=lambda item: -item[1]))
+
+
+def drafting(found: Mapping[str, Any], k: int) -> dict[str, Any]:
+    """Of a setting the entrants that draft k tokens."""
+    return {**found, "entrants": {name: e for name, e in found["entrants"].items() if e["k"] == k}}
+
+
+def transfer(found: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of ``transfer.py --json``."""
+    rows = []
+    for r in found:
+        ratio = r["over_first"]
+        numbers = [str(r["prompts"]), in_words(r["tau"]), in_words(ratio, 3), ratio["verdict"]]
+        rows.append([r["drafter"], r["setting"], r["target"], *numbers])
+    return table(["drafter", "setting", "target", "prompts", "tau", "over the first target", ""], rows)
+
+
+def render() -> str:
+    """The page.
+
+    Raises:
+        HSpecError: the template names what is not there.
+    """
+    data = {path.stem.replace("-", "_"): json.loads(path.read_text(encoding="utf-8")) for path in sorted(DATA.glob("*.json"))}
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATE.parent), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True, autoescape=False,
+    )  # fmt: skip
+    tools = (taus_by_task, means, acceptance, bins, pairs, trainings, positions, first_seeds, drafting, transfer, in_words)
+    try:
+        return environment.get_template(TEMPLATE.name).render(**{tool.__name__: tool for tool in tools}, data=data)
+    except jinja2.UndefinedError as error:
+        raise HSpecError(f"{TEMPLATE.name}: {error}") from error
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    collecting = commands.add_parser("collect")
+    collecting.add_argument("name")
+    collecting.add_argument("place", type=Path)
+    commands.add_parser("render")
+    given = parser.parse_args()
+    try:
+        if given.command == "collect":
+            write_text(DATA / f"{given.name}.json", json.dumps(collect(given.place), indent=1) + "\n")
+        else:
+            write_text(PAGE, render())
+    except HSpecError as error:
+        sys.exit(f"results_page: {error}")
+
+
+if __name__ == "__main__":
+    main()

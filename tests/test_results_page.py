@@ -1,0 +1,71 @@
+"""docs/results.md is what its template makes of the files beside it, and those are what was measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hspec.decoding.params import SamplingParams
+from hspec.drafters.parallel import ParallelDrafter
+from hspec.errors import UsageError
+from hspec.evaluation.harness import AR, Contender, Setting, evaluate
+from hspec.evaluation.setup import write_summary
+from hspec.evaluation.tasks.task import Task, TaskPrompt
+from hspec.targets.target import Target
+from tests.test_benchmarks import script
+
+TASKS = [Task("talk", (TaskPrompt("1", ("one two",)), TaskPrompt("2", ("three",))))]
+
+
+def test_the_page_is_up_to_date() -> None:
+    page = script("results_page")
+    assert page.render() == page.PAGE.read_text(encoding="utf-8"), "run: python benchmarks/results_page.py render"
+
+
+def test_what_is_kept_of_an_evaluation(target: Target, drafter: ParallelDrafter, tmp_path: Path) -> None:
+    page = script("results_page")
+    contenders = [Contender(AR), Contender("mine", drafter, 3, "hspec"), Contender("shorter", drafter, 2, "hspec")]
+    evaluate(target, contenders, TASKS, [Setting("greedy", SamplingParams(max_tokens=9))], tmp_path)
+    summary = write_summary(tmp_path)
+    kept = page.collect(tmp_path)
+    own = summary["settings"]["greedy"]["entrants"]["mine"]
+    assert kept["settings"]["greedy"]["entrants"]["mine"]["tau"]["value"] == pytest.approx(own["tau"]["value"], rel=1e-5)
+    found = kept["settings"]["greedy"]
+    rows = page.taus_by_task(found).splitlines()
+    assert rows[0] == "| task | prompts | mine | shorter |" and rows[2].startswith("| talk | 2 | ") and len(rows) == 4
+    assert page.taus_by_task(found, ["mine"]).splitlines()[0] == "| task | prompts | mine |"
+    assert page.pairs(found, "mine").count("mine / shorter") == 1 and page.pairs(found, "shorter").count("/") == 0
+    assert page.acceptance(page.drafting(found, 2)).splitlines()[2].startswith("| shorter | 0.")
+    assert page.means(kept).splitlines()[0] == "| drafter | tau, greedy |"
+    (tmp_path / "rows.jsonl").write_text('{"a": 0.123456789}\n{"a": [1]}\n')
+    assert page.collect(tmp_path / "rows.jsonl") == [{"a": 0.123457}, {"a": [1]}]
+    with pytest.raises(UsageError, match="not the folder of a study or of an evaluation"):
+        page.collect(tmp_path / "gone")
+
+
+def test_an_unfinished_study(tmp_path: Path) -> None:
+    """What is done counts, by its last validation; a method without a confidence head has no calibration."""
+    page = script("results_page")
+    (tmp_path / "study.yaml").write_text("entries: [{method: hspec}, {method: dflash, seeds: [0, 1]}]\n")
+
+    def log(name: str, step: int, **more: object) -> None:
+        record = {
+            "kind": "held-out", "step": step, "steps": 2, "blocks": 100 * step, "core_seconds": 5.0 * step, "loss": 2.0,
+            "tau_sampling": 1 + step / 10, "tau_greedy": 1.0, "conditional": {"sampling": [0.5, None]}, **more,
+        }  # fmt: skip
+        place = tmp_path / "drafters" / name / "log.jsonl"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with place.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    log("hspec-0", 1)
+    log("hspec-0", 2, calibration={"ece": 0.02})
+    log("dflash-0", 2)
+    log("dflash-1", 1)
+    study = page.collect(tmp_path)
+    assert study["trainings"] == 3 and [(r["label"], r["seed"]) for r in study["runs"]] == [("hspec", 0), ("dflash", 0)]
+    assert study["runs"][0]["course"] == [[100, 5.0, 1.1], [200, 10.0, 1.2]] and study["evaluation"] is None
+    rows = page.trainings(study).splitlines()
+    assert rows[2] == "| hspec | 0 | 200 | 0.2 | 20 | 2.000 | 1.200 | 1.000 | 0.020 |"
+    assert rows[3].endswith("| 1.000 | - |") and page.first_seeds(study) == "dflash 1.200, hspec 1.200"
+    assert page.positions(study).splitlines()[2] == "| hspec 0 | 0.500 | - |"
