@@ -46,7 +46,9 @@ def collect(place: Path) -> Any:
         return of_evaluation(json.loads((place / "summary.json").read_text(encoding="utf-8")))
     if place.is_file():
         text = place.read_text(encoding="utf-8")
-        return rounded([json.loads(line) for line in text.splitlines()] if place.suffix == ".jsonl" else json.loads(text))
+        if place.suffix == ".jsonl":  # of transfer.py; a target's name is its folder here
+            return rounded([{k: v for k, v in json.loads(line).items() if k != "name"} for line in text.splitlines()])
+        return rounded(json.loads(text))
     raise UsageError(f"{place}: not the folder of a study or of an evaluation, and not a JSON file")
 
 

@@ -37,7 +37,7 @@ def test_what_is_kept_of_an_evaluation(target: Target, drafter: ParallelDrafter,
     assert page.pairs(found, "mine").count("mine / shorter") == 1 and page.pairs(found, "shorter").count("/") == 0
     assert page.acceptance(page.drafting(found, 2)).splitlines()[2].startswith("| shorter | 0.")
     assert page.means(kept).splitlines()[0] == "| drafter | tau, greedy |"
-    (tmp_path / "rows.jsonl").write_text('{"a": 0.123456789}\n{"a": [1]}\n')
+    (tmp_path / "rows.jsonl").write_text('{"a": 0.123456789, "name": "/here"}\n{"a": [1]}\n')
     assert page.collect(tmp_path / "rows.jsonl") == [{"a": 0.123457}, {"a": [1]}]
     with pytest.raises(UsageError, match="not the folder of a study or of an evaluation"):
         page.collect(tmp_path / "gone")
