@@ -57,7 +57,7 @@ def of_evaluation(summary: Mapping[str, Any]) -> dict[str, Any]:
         name: {
             "prompts": found["prompts"],
             "entrants": {e: {key: about[key] for key in KEPT if key in about} for e, about in found["entrants"].items()},
-            "pairs": found["pairs"],
+            "pairs": [{key: value for key, value in pair.items() if key != "tasks"} for pair in found["pairs"]],
         }
         for name, found in summary["settings"].items()
     }
