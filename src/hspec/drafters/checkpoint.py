@@ -193,7 +193,7 @@ def _own_embedding(checkpoint: Checkpoint, target: DrafterHost, weights: dict[st
         return target.embedding_weight
     warnings.warn(
         f"the drafter at {where} comes with another embedding than {target.name}'s, so it was trained on other weights, or "
-        f"trained them too: the text stays exact, but fewer drafts will be accepted",
+        f"trained them too: the text stays exact, but fewer drafts may be accepted",
         stacklevel=4,
     )
     return checkpoint.embedding
@@ -265,12 +265,12 @@ def check_target(config: DrafterConfig, target: DrafterHost) -> None:
     if made.weight_hash and weights and made.weight_hash != weights:
         warnings.warn(
             f"the drafter was trained on other weights of {made.name} (hash {made.weight_hash}, here {weights}): "
-            f"the text stays exact, but fewer drafts will be accepted",
+            f"the text stays exact, but fewer drafts may be accepted",
             stacklevel=3,
         )
     if made.template_hash and made.template_hash != target.template.hash:
         warnings.warn(
             f"the drafter was trained under another chat template (hash {made.template_hash}, here {target.template.hash}): "
-            f"the text stays exact, but fewer drafts will be accepted",
+            f"the text stays exact, but fewer drafts may be accepted",
             stacklevel=3,
         )
