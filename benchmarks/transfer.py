@@ -1,8 +1,8 @@
 """What drafters are worth on targets that they were not trained on: tau by target, and over that on the first one.
 
-Of folders of ``hspec eval``, or files of ``batched_tau.py`` beside this file, with the same drafters and prompts on different targets;
-the first is of the target that the drafters were trained for. Only prompts that all targets have answered under a setting count. Tau is
-pooled over them; intervals are 95 %, by 10,000 resamples of the prompts, the same ones for all targets, so that ratios are of pairs.
+Of folders of ``hspec eval``, with the same drafters and prompts on different targets; the first is of the target that the drafters were
+trained for. Only prompts that all targets have answered under a setting count. Tau is pooled over them; intervals are 95 %, by 10,000
+resamples of the prompts, the same ones for all targets, so that ratios are of pairs.
 
     python benchmarks/transfer.py results/original results/code results/qa
 """
@@ -38,38 +38,28 @@ class Sums:
 
 
 class Answers:
-    """What one folder or file has, by setting, drafter and prompt."""
+    """What one folder has, by setting, drafter and prompt.
 
-    def __init__(self, path: Path):
-        self.name = path.stem
-        self.found: dict[tuple[str, str], dict[Prompt, Sums]] = {}
-        about = self._read_file(path) if path.is_file() else self._read_folder(path)
+    Raises:
+        UsageError: it holds no evaluation.
+    """
+
+    def __init__(self, folder: Path):
+        self.name = folder.stem
+        file = folder / IDENTITY_FILE
+        if not file.is_file():
+            raise UsageError(f"{folder} holds no evaluation: {IDENTITY_FILE} is not there; make one with 'hspec eval --out'")
+        about = json.loads(file.read_text(encoding="utf-8"))
         self.target: dict[str, str] = about["target"]
         self.drafters = [name for name, contender in about["contenders"].items() if contender["method"] != AR]
-
-    def of(self, setting: str, drafter: str) -> Mapping[Prompt, Sums]:
-        return self.found.get((setting, drafter), {})
-
-    def _read_file(self, path: Path) -> Any:
-        try:
-            about, *records = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-            for r in records:
-                own = self.found.setdefault((r["setting"], r["contender"]), {})
-                own[r["task"], r["id"]] = Sums(r["emitted"], r["steps"], r["looping"])
-        except (ValueError, KeyError) as error:
-            raise UsageError(f"{path} is not a file of batched_tau.py ({error!r})") from error
-        return about
-
-    def _read_folder(self, path: Path) -> Any:
-        file = path / IDENTITY_FILE
-        if not file.is_file():
-            raise UsageError(f"{path} holds no evaluation: {IDENTITY_FILE} is not there; make one with 'hspec eval --out'")
-        about = json.loads(file.read_text(encoding="utf-8"))
-        for record in whole_groups(RecordFile(path / RECORDS_FILE).read(), list(about["contenders"])):
+        self.found: dict[tuple[str, str], dict[Prompt, Sums]] = {}
+        for record in whole_groups(RecordFile(folder / RECORDS_FILE).read(), list(about["contenders"])):
             counters, looping = record.counters, sum(turn.looping for turn in record.turns)
             own = self.found.setdefault((record.setting, record.contender), {})
             own[record.task, record.id] = Sums(counters.emitted, counters.steps, looping)
-        return about
+
+    def of(self, setting: str, drafter: str) -> Mapping[Prompt, Sums]:
+        return self.found.get((setting, drafter), {})
 
 
 def compare(targets: Sequence[Answers], setting: str, drafter: str) -> list[dict[str, Any]]:
@@ -108,7 +98,7 @@ def compare(targets: Sequence[Answers], setting: str, drafter: str) -> list[dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="+", metavar="FOLDER|FILE")
+    parser.add_argument("results", type=Path, nargs="+", metavar="FOLDER")
     parser.add_argument("--json", action="store_true", help="one JSON object a row")
     given = parser.parse_args()
     try:

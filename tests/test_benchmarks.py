@@ -10,16 +10,12 @@ from typing import Any
 
 import pytest
 
-from hspec.decoding.params import SamplingParams
 from hspec.errors import HSpecError, UsageError
-from hspec.evaluation.harness import evaluate
 from hspec.evaluation.records import RecordFile
-from hspec.evaluation.setup import contenders_of, settings_of
-from hspec.evaluation.tasks.catalogue import load_tasks
 from hspec.training.prompts import clean_prompts
 from hspec.training.sources import SourceConfig, stream_sources
 from tests.evaluation.test_summary import record
-from tests.saved import loaded, save_drafter_for, save_target, write_exchanges
+from tests.saved import loaded, save_target, write_exchanges
 
 SCRIPTS = Path(__file__).parent.parent / "benchmarks"
 TEMPLATE = SCRIPTS / "templates" / "question_answer.jinja"
@@ -128,39 +124,6 @@ def test_transfer(tmp_path: Path) -> None:
     assert rows[1]["weights"] == "weights of second" and rows[0]["tau"]["low"] == 2.0 and rows[0]["tau"]["high"] == 4.0
     with pytest.raises(UsageError, match="holds no evaluation"):
         transfer.Answers(tmp_path)
-    (tmp_path / "other.jsonl").write_text("{}\n{}\n")
-    with pytest.raises(UsageError, match=r"other.jsonl is not a file of batched_tau.py"):
-        transfer.Answers(tmp_path / "other.jsonl")
-
-
-def test_tau_in_batches(tmp_path: Path) -> None:
-    """The same answers in as many steps as hspec eval takes, one by one; what is there is not answered again, nor mixed with others'."""
-    batched, transfer = script("batched_tau"), script("transfer")
-    target = loaded(save_target(tmp_path / "target"))
-    save_drafter_for(target, tmp_path / "drafter")
-    tasks_file = tmp_path / "mine.jsonl"
-    tasks_file.write_text("".join(json.dumps({"id": i, "turns": [f"what is {i}"]}) + "\n" for i in range(5)))
-    tasks = load_tasks([str(tasks_file)])
-    contenders = contenders_of(target, [f"d={tmp_path / 'drafter'}", "ngram"], None)
-    settings = settings_of([SamplingParams(temperature=t, max_tokens=12) for t in (0, 1)])
-    out = tmp_path / "out.jsonl"
-    some = [replace(task, prompts=task.prompts[:2]) for task in tasks]
-    batched.run(target, contenders[1:], settings, some, 4, out)
-    batched.run(target, contenders[1:], settings, tasks, 4, out)
-    records = evaluate(target, contenders, tasks, settings, tmp_path / "eval")
-    expected = {
-        (r.setting, r.contender, r.id): (r.counters.emitted, r.counters.steps, r.turns[0].text)
-        for r in records
-        if r.contender != "ar"
-    }
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(lines) == 1 + 2 * 2 * 5
-    assert {(r["setting"], r["contender"], r["id"]): (r["emitted"], r["steps"], r["text"]) for r in lines[1:]} == expected
-    rows = [transfer.compare([transfer.Answers(path)], "T=1", "d")[0] for path in (out, tmp_path / "eval")]
-    assert rows[0]["tau"] == rows[1]["tau"] and rows[0]["prompts"] == 5
-    other = loaded(save_target(tmp_path / "other", seed=3))
-    with pytest.raises(HSpecError, match="answers of another target"):
-        batched.run(other, contenders[1:], settings, tasks, 4, out)
 
 
 def test_the_prompts_that_are_packed_are_those_that_would_be_answered(tmp_path: Path) -> None:
