@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 
 from hspec.errors import UsageError
-from hspec.evaluation.bench_setup import entrants_of, prompts_of
+from hspec.evaluation.bench_setup import Servers, entrants_of, prompts_of
 from hspec.evaluation.tasks.catalogue import load_tasks
 from hspec.evaluation.throughput import Entrant
-from tests.saved import save_target
+from hspec.serving import command, versions
+from tests.evaluation.test_throughput import PLAN
+from tests.saved import loaded, save_drafter_for, save_target
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +79,24 @@ def test_a_file_without_prompts(target: str, tmp_path: Path, text: str | None, w
         file.write_text(text)
     with pytest.raises(UsageError, match=why):
         prompts_of(target, file, None, 1, 0)
+
+
+def test_all_servers_are_checked_before_the_first_is_started(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "installed", lambda: "0.32.0")
+    monkeypatch.setattr(command.plugin, "has_native", lambda: False)
+    monkeypatch.setattr(command, "on_gpu", lambda: False)
+    monkeypatch.setattr(command, "available_memory", lambda: 64 * command.GIB)
+    save_drafter_for(loaded(target), tmp_path / "mine")
+    plan = PLAN.model_copy(update={"target": target, "server": ["--max-model-len", "64"]})
+    servers = Servers(plan, tmp_path / "out")
+    servers.check(entrants_of(["none", "ngram", "mine"], [f"mine={tmp_path / 'mine'}"], 2))
+    with pytest.raises(UsageError, match="mine: .*drafted tokens|mine: .*trained for"):
+        servers.check(entrants_of(["none", "mine"], [f"mine={tmp_path / 'mine'}"], 99))
+    with pytest.raises(UsageError, match="gone: "):
+        servers.check(entrants_of(["none", "gone"], [f"gone={tmp_path / 'gone'}"], 2))
+    sharded = Servers(plan.model_copy(update={"server": ["--tensor-parallel-size", "2"]}), tmp_path / "out")
+    with pytest.raises(UsageError, match="mine: .*on one device"):
+        sharded.check(entrants_of(["none", "mine"], [f"mine={tmp_path / 'mine'}"], 2))
+    assert not (tmp_path / "out").exists()

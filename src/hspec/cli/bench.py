@@ -68,7 +68,9 @@ def serve(
         target=target, concurrency=counts, requests=requests, rounds=rounds, max_tokens=max_tokens, temperature=temperature, k=k,
         seed=seed, prompts=sent.origin, prompts_hash=sent.hash, input_tokens=sent.mean, server=server,
     )  # fmt: skip
-    run_bench(entrants, plan, sent.texts, out, Servers(plan, out).start, lambda line: console.print(line, markup=False))
+    servers = Servers(plan, out)
+    servers.check(entrants)
+    run_bench(entrants, plan, sent.texts, out, servers.start, lambda line: console.print(line, markup=False))
     found = write_bench(out)
     if as_json:
         print(json.dumps(found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,12 +12,14 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
-from hspec.errors import UsageError
+from hspec.errors import HSpecError, UsageError
 from hspec.evaluation.tasks.catalogue import load_tasks
 from hspec.evaluation.tasks.files import read_task
 from hspec.evaluation.tasks.long_context import long_prompt
 from hspec.evaluation.tasks.task import Task, TaskPrompt
 from hspec.evaluation.throughput import NONE, PROMPTS_FILE, Drive, Entrant, Plan
+from hspec.serving.command import parse_options
+from hspec.serving.command import plan as plan_server
 from hspec.serving.load import VLLM_BENCH, Load, LoadResult, put_under_load
 from hspec.serving.server import server
 from hspec.targets.sources import ALIASES, model_folder, read_tokenizer
@@ -25,6 +28,7 @@ FAMILIES = "families"
 """Whose built-in prompts are sent, where neither a file nor a length is given."""
 TASK = "long-qa"
 """What prompts of a wanted length are made of."""
+HOST, ANY_PORT = "127.0.0.1", 0
 NO_PREFIX_CACHE = "--no-enable-prefix-caching"
 """The same prompts come again at each concurrency: from the second time on they would cost nothing."""
 
@@ -137,6 +141,30 @@ class Servers:
 
     def __init__(self, plan: Plan, out: Path):
         self.plan, self.out = plan, out
+
+    def check(self, entrants: Sequence[Entrant]) -> None:
+        """All that can be known of every server, before the first is started: hours may lie between the two.
+
+        Raises:
+            UsageError, HSpecError: as :func:`hspec.serving.command.plan`, with the method's name.
+        """
+        for entrant in entrants:
+            given = parse_options(entrant.arguments)
+            drafter, k = given.get("--drafter"), given.get("-k")
+            drafts = "--no-draft" not in given
+            try:
+                plan_server(
+                    self.plan.target,
+                    drafter,
+                    None if k is None else int(k),
+                    HOST,
+                    ANY_PORT,
+                    self.plan.server,
+                    os.environ,
+                    drafts,
+                )
+            except HSpecError as error:
+                raise type(error)(f"{entrant.name}: {error}") from error
 
     @contextmanager
     def start(self, entrant: Entrant) -> Iterator[Drive]:
