@@ -12,7 +12,10 @@ from hspec.decoding.engine import Engine
 from hspec.decoding.params import SamplingParams
 from hspec.decoding.sequence import Request
 from hspec.drafters.config import ParallelConfig
+from hspec.drafters.context import DraftContext
+from hspec.drafters.drafter import Drafter
 from hspec.drafters.methods import configuration
+from hspec.targets.cache import KVView
 from hspec.targets.target import Target
 from hspec.training.config import GrowthStage
 from hspec.training.examples import Example
@@ -57,3 +60,21 @@ def teach(target: Target, method: str, texts: Sequence[Example], folder: Path, s
     for _ in range(steps):
         run.train_step()
     run.save()
+
+
+@torch.no_grad()
+def from_scratch(target: Target, drafter: Drafter, tokens: list[int], k: int) -> list[int]:
+    """What is drafted behind these tokens if the target runs them at once, and the drafter's memory is made of that."""
+    cache = target.new_cache(1, len(tokens))
+    output = target.forward(torch.tensor([tokens[:-1]]), cache, drafter.taps)
+    cache.advance([len(tokens) - 1])
+    following = torch.tensor([tokens[1:]])
+    kept = drafter.remember(output.taps, following, torch.arange(len(tokens) - 1)[None], None)
+    context = DraftContext(
+        anchors=torch.tensor([[tokens[-1]]]),
+        positions=torch.tensor([[len(tokens) - 1]]),
+        taps=output.taps[:, -1:],
+        kv=cache.view(),
+        memory=KVView([keys for keys, _ in kept], [values for _, values in kept], (len(tokens) - 1,)),
+    )
+    return drafter.propose(context, k).tokens[0].tolist()

@@ -10,35 +10,16 @@ from hspec.decoding.params import SamplingParams
 from hspec.decoding.sequence import Request
 from hspec.drafters.checkpoint import load_drafter
 from hspec.drafters.config import MarkovConfig
-from hspec.drafters.context import DraftContext
 from hspec.drafters.drafter import Drafter
 from hspec.serving.step import StepDrafter
-from hspec.targets.cache import KVView
 from hspec.targets.target import Target
 from tests.methods import trained
 from tests.serving.simulated import BLOCK, Simulated, SimulatedServer
-from tests.serving.taught import SLOTS, answers, prompts, teach
+from tests.serving.taught import SLOTS, answers, from_scratch, prompts, teach
 
 LENGTHS, TOKENS = (5, 40, 21), 30
 KEEPING = ("dspark", "dflash", "dflash2", "domino", "dblast")
 VARIANTS = ("vanilla", "gated", "recurrent")
-
-
-def from_scratch(target: Target, drafter: Drafter, tokens: list[int], k: int) -> list[int]:
-    """What is drafted behind these tokens if the target runs them at once, and the drafter's memory is made of that."""
-    cache = target.new_cache(1, len(tokens))
-    output = target.forward(torch.tensor([tokens[:-1]]), cache, drafter.taps)
-    cache.advance([len(tokens) - 1])
-    following = torch.tensor([tokens[1:]])
-    kept = drafter.remember(output.taps, following, torch.arange(len(tokens) - 1)[None], None)
-    context = DraftContext(
-        anchors=torch.tensor([[tokens[-1]]]),
-        positions=torch.tensor([[len(tokens) - 1]]),
-        taps=output.taps[:, -1:],
-        kv=cache.view(),
-        memory=KVView([keys for keys, _ in kept], [values for _, values in kept], (len(tokens) - 1,)),
-    )
-    return drafter.propose(context, k).tokens[0].tolist()
 
 
 def check_drafts(target: Target, drafter: Drafter, requests: list[Simulated]) -> None:
