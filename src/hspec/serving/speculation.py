@@ -64,7 +64,7 @@ def speculation(source: str | None, target: str, name: str, config: Any, k: int 
         lengths = {"prompt_lookup_min": shortest, "prompt_lookup_max": longest}
         return Speculation(_options({"method": NGRAM, "num_speculative_tokens": NGRAM_K if k is None else k, **lengths}))
     asked = source is not None and source.startswith(PLUGIN)
-    folder = drafter_folder(source.removeprefix(PLUGIN) if source is not None else None, name).absolute()
+    folder = drafter_folder((source or "").removeprefix(PLUGIN) or None, name).absolute()
     drafter = known_config(folder)
     k = drafter.max_draft if k is None else k
     native = not asked and (drafter.method in NATIVE or (gpu and drafter.method in NATIVE_ON_GPU))

@@ -76,8 +76,9 @@ class StepDrafter:
     def target_layers(self) -> set[int]:
         """The target's layers whose K/V the drafter reads."""
         config = self.drafter.config
-        reads = isinstance(config, ParallelConfig) and config.attention is not None and config.attention.context == "target"
-        return set(config.kv_layers) if isinstance(config, ParallelConfig) and reads else set()
+        if not isinstance(config, ParallelConfig) or config.attention is None or config.attention.context != "target":
+            return set()
+        return set(config.kv_layers)
 
     def draft(self, step: Step) -> Proposal:
         """Draft behind every request that sampled a token; none for those still within their prompt."""
