@@ -27,6 +27,8 @@ def test_what_each_server_is_told() -> None:
     ]
     (own,) = entrants_of(["hspec"], ["hspec=x"], 3)
     assert own.drafter == "x"
+    (ours,) = entrants_of(["mine"], ["mine=plugin:a/b"], 3)
+    assert ours.arguments == ("--drafter", "plugin:a/b", "-k", "3")
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,9 @@ class Outcome:
     runs: list[list[int]] = field(default_factory=list)
     """Tokens of each step that emitted any."""
     drafts: list[list[int]] = field(default_factory=list)
-    """What was drafted behind each of them."""
+    """What was drafted behind each of them ..."""
+    drafted_at: list[int] = field(default_factory=list)
+    """... and how many tokens there were then, the prompt's included."""
     text: str = ""
     finish_reason: str | None = None
     logprobs: list[dict[int, float]] = field(default_factory=list)
@@ -132,7 +134,7 @@ class _Driver:
         self.llm = LLM(target, **(defaults | settings | (hspec if speculate else {})))
         self.engine = self.llm.llm_engine
         self.count = 0
-        self.drafts: dict[int, list[list[int]]] = {}
+        self.drafts: dict[int, list[tuple[int, list[int]]]] = {}
         if speculate:
             worker = self.engine.engine_core.engine_core.model_executor.driver_worker.worker
             self._watch(worker.model_runner.drafter)
@@ -143,9 +145,9 @@ class _Driver:
 
         def watched(step: Any) -> Any:
             proposal = draft(step)
-            for name, sampled, drafts in zip(step.ids, step.sampled, proposal.tokens, strict=True):
+            for name, sampled, known, drafts in zip(step.ids, step.sampled, step.known, proposal.tokens, strict=True):
                 if sampled:
-                    self.drafts.setdefault(int(name.split("_")[-1].split("-")[0]), []).append(drafts)
+                    self.drafts.setdefault(int(name.split("_")[-1].split("-")[0]), []).append((known, drafts))
             return proposal
 
         proposer.draft = watched
@@ -179,7 +181,8 @@ class _Driver:
                     outcomes[i].finish_reason = "aborted"
             step += 1
         for i, outcome in enumerate(outcomes):
-            outcome.drafts = self.drafts.pop(first + i, [])
+            made = self.drafts.pop(first + i, [])
+            outcome.drafted_at, outcome.drafts = [known for known, _ in made], [drafts for _, drafts in made]
         return outcomes
 
     def _add(self, name: str, job: Job, outcome: Outcome) -> None:

@@ -134,7 +134,7 @@ def test_self_test_restores_the_pages(layout):
 def test_self_test_refuses_another_layout(written, read):
     pages = torch.randn(BLOCKS, KV, BLOCK, 2 * D)
     before = pages.clone()
-    with pytest.raises(HSpecError, match="layer 7 are not those that the target writes"):
+    with pytest.raises(HSpecError, match="layer 7 are not those that vLLM writes"):
         check_pages(pages, read, writer(pages, written), "layer 7")
     assert torch.equal(pages, before)
 

@@ -33,8 +33,8 @@ def spoken(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HSPEC_CACHE", str(tmp_path / "cache"))
     target = str(place / "target")
 
-    def of(drafter: str, k: int | None = None, gpu: bool = False) -> Speculation:
-        source = drafter if drafter == "ngram" else str(place / drafter)
+    def of(drafter: str, k: int | None = None, gpu: bool = False, source: str | None = None) -> Speculation:
+        source = source or (drafter if drafter == "ngram" else str(place / drafter))
         return speculation(source, target, target, describe(target), k, gpu)
 
     return of
@@ -47,7 +47,7 @@ def option(made: Speculation, name: str) -> Any:
 @pytest.mark.parametrize("method", ["hspec", "dflash-kv"])
 def test_what_reads_the_pages_is_the_plugins(spoken, place: Path, method: str) -> None:
     made = spoken(method, 2)
-    assert made.reads_pages
+    assert made.by_plugin
     assert option(made, "--speculative-config") == {
         "method": "custom_class", "model": "hspec.serving.proposer.HSpecProposer", "num_speculative_tokens": 2,
     }  # fmt: skip
@@ -60,7 +60,7 @@ def test_what_vllm_knows_is_converted_once(spoken, place: Path, tmp_path: Path) 
     folder = Path(told["model"])
     target = loaded(place / "target")
     original, converted = (load_drafter(where, target) for where in (place / "dflash", folder))
-    assert not made.reads_pages and "--additional-config" not in made.arguments
+    assert not made.by_plugin and "--additional-config" not in made.arguments
     assert told["num_speculative_tokens"] == original.max_draft
     assert json.loads((folder / "config.json").read_text())["speculators_model_type"] == "dflash"
     assert converted.config.method == "dflash"
@@ -81,16 +81,24 @@ def test_prompt_lookup(spoken) -> None:
     assert option(spoken("ngram", 3), "--speculative-config") == told
 
 
-def test_dspark_needs_a_gpu(spoken) -> None:
-    with pytest.raises(UsageError, match="of the method 'dspark', which vLLM runs on a GPU only: serve one of dflash"):
-        spoken("dspark")
-    assert option(spoken("dspark", gpu=True), "--speculative-config")["num_speculative_tokens"] >= 1
+def test_dspark_is_the_plugins_where_there_is_no_gpu(spoken, place: Path) -> None:
+    made = spoken("dspark")
+    assert made.by_plugin and option(made, "--additional-config") == {"hspec_drafter": str(place / "dspark")}
+    made = spoken("dspark", gpu=True)
+    assert not made.by_plugin and option(made, "--speculative-config")["num_speculative_tokens"] >= 1
+
+
+def test_the_plugin_can_be_asked_for(spoken, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    made = spoken("dflash", source="plugin:dflash")
+    assert made.by_plugin and option(made, "--additional-config") == {"hspec_drafter": str(place / "dflash")}
+    assert spoken("dspark", gpu=True, source=f"plugin:{place / 'dspark'}").by_plugin
 
 
 @pytest.mark.parametrize(
     "drafter, k, why",
     [
-        ("redrafter", None, "of the method 'redrafter', which keeps K/V of its own and which vLLM does not know"),
+        ("redrafter", None, "of the method 'redrafter', which this plugin does not serve"),
         ("hspec", 99, "99 drafts a step, but the drafter at .*hspec was trained for 1 to"),
         ("nowhere", None, "nowhere"),
     ],

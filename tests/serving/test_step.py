@@ -57,10 +57,10 @@ def served(target, drafter):
         history=lambda i: tokens[i, : valid[i] + 1].tolist(),
     )
     runner = StepDrafter(drafter, K)
-    runner.layout = cpu_vec
+    runner.pages.layout = cpu_vec
     for layer in drafter.config.kv_layers:
         keys, values = cache.view().layer(layer)
-        runner.pages[layer] = cpu_vec_pages(keys[:, :, :40], values[:, :, :40], tables, BLOCK, BLOCKS)
+        runner.pages.layers[layer] = cpu_vec_pages(keys[:, :, :40], values[:, :, :40], tables, BLOCK, BLOCKS)
     return SimpleNamespace(runner=runner, step=step, cache=cache, taps=taps, tokens=tokens, valid=valid, drafter=drafter)
 
 

@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hspec.drafters.checkpoint import check_target
+from hspec.drafters.methods import configuration
 from hspec.errors import UsageError
 from hspec.serving.settings import additional_config, drafter_of, speculative_config
 from hspec.serving.targets import ServedTarget, TemplateHash, folder_hash, refusal, require_servable
@@ -66,9 +67,10 @@ def test_drafters(target):
     require_servable(tiny_config(target), 5, "there")
     with pytest.raises(UsageError, match="6 drafts a step, but the drafter at there was trained for 1 to 5"):
         require_servable(tiny_config(target), 6, "there")
-    keeps = tiny_config(target, context="features", method="dflash")
-    with pytest.raises(UsageError, match="'dflash', which keeps K/V of its own"):
-        require_servable(keeps, 3, "there")
+    require_servable(tiny_config(target, context="features", method="dflash"), 3, "there")
+    eagle = configuration("eagle3", tiny_config(target))
+    with pytest.raises(UsageError, match="at there is of the method 'eagle3', which this plugin does not serve"):
+        require_servable(eagle, 3, "there")
 
 
 def test_the_drafter_is_named_by_the_server():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hspec.errors import HSpecError
-from hspec.serving import expand_fix, plugin, versions
+from hspec.serving import doctor, expand_fix, plugin, versions
 from hspec.serving.doctor import examine
 from hspec.serving.launch import answer_for_cpu
 
@@ -69,3 +69,12 @@ def test_the_doctor_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(versions, "installed", lambda: None)
     (finding,) = examine()
     assert not finding.fine and "vLLM is not installed" in finding.says
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_doctor_says_who_serves_what(monkeypatch, gpu):
+    monkeypatch.setattr(doctor.command, "on_gpu", lambda: gpu)
+    ours, native = doctor._drafters().says.split("; by vLLM itself ")
+    assert "hspec" in ours and "dflash-kv" in ours and "domino" in ours
+    assert ("dspark" in native, "dspark" in ours.split(", ")) == (gpu, not gpu)
+    assert "eagle3" in native and "redrafter" not in ours + native

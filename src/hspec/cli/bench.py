@@ -25,7 +25,9 @@ def serve(
     methods: Annotated[
         str, typer.Option(help="none, ngram, hspec (what ships), or names of --drafter; separated by commas.")
     ] = ("none,ngram,hspec"),
-    drafter: Annotated[list[str] | None, typer.Option("--drafter", "-d", help="NAME=FOLDER; several times.")] = None,
+    drafter: Annotated[
+        list[str] | None, typer.Option("--drafter", "-d", help="NAME=FOLDER, or NAME=plugin:FOLDER; several times.")
+    ] = None,
     concurrency: Annotated[str, typer.Option(help="Requests that are under way at once, separated by commas.")] = "1,4,8,16,32",
     requests: Annotated[int, typer.Option(min=1, help="Of each load; at least the highest concurrency.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Every round starts each server once.")] = 3,

@@ -30,7 +30,7 @@ def serve(
     """Serve a target with vLLM; all options that are not below go to 'vllm serve'.
 
     Examples:  hspec serve smollm2   |   hspec serve ./my-target --drafter ./my-drafter -k 4 --max-model-len 4096
-    |   hspec serve smollm2 --drafter ngram
+    |   hspec serve smollm2 --drafter ngram   |   hspec serve smollm2 --drafter plugin:my-dflash (by the plugin, not by vLLM's own method)
     """
     import shlex
 

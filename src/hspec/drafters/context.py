@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hspec.drafters.tree import DraftTree
-from hspec.targets.cache import KVView
 
 
 @runtime_checkable
@@ -27,7 +26,7 @@ LayerKV = tuple[Tensor, Tensor] | PagedKV
 
 
 class KVSource(Protocol):
-    """The target's K/V by layer: a view of a cache, or a server's pages. Row b is valid up to ``lengths[b]``."""
+    """K/V by layer, the target's or a drafter's own: a view of a cache, or a server's pages. Row b is valid up to ``lengths[b]``."""
 
     @property
     def lengths(self) -> tuple[int, ...]: ...
@@ -49,7 +48,7 @@ class DraftContext:
     """Tapped hidden states at position p - 1, ``[B, N, taps, hidden]``."""
     kv: KVSource
     """The target's post-RoPE K/V, row b for sequence b; the drafter reads positions before p only."""
-    memory: KVView | None = None
+    memory: KVSource | None = None
     """What the drafter itself keeps of every context token (see :meth:`hspec.drafters.drafter.Drafter.remember`), for those
     that do; an entry for each position before p."""
     history: tuple[tuple[int, ...], ...] | None = None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hspec.drafters.attention import BlockKV, PrefixAttention
 from hspec.drafters.config import EagleConfig
-from hspec.drafters.context import Chooser, Draft, DraftContext, greedy_chooser
+from hspec.drafters.context import Chooser, Draft, DraftContext, KVSource, greedy_chooser
 from hspec.drafters.drafter import Drafter, Prediction
 from hspec.drafters.mlp import GatedMLP
 from hspec.drafters.norm import RMSNorm
@@ -33,7 +33,7 @@ class _Block:
 
     stop: Tensor
     """``[B, N]``: the row of slot 0."""
-    memory: KVView
+    memory: KVSource
     own: list[BlockKV]
     slots: int = field(default=0)
 

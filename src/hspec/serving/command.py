@@ -59,11 +59,11 @@ def plan(
     given = parse_options(options)
     check_own(given)
     if draft and drafter is None:
-        check_options(given)  # before anything is looked for: what ships reads the target's K/V
+        check_options(given)  # before anything is looked for: the plugin serves what ships
     name = ALIASES.get(target, target)
     config = describe(target)
     chosen = speculation(drafter, target, name, config, k, on_gpu()) if draft else NO_SPECULATION
-    if chosen.reads_pages:
+    if chosen.by_plugin:
         check_options(given)
         check_model(name, config)
     check_port(host, port)
@@ -108,7 +108,7 @@ def check_own(given: Mapping[str, str]) -> None:
 def check_options(given: Mapping[str, str]) -> None:
     """
     Raises:
-        UsageError: an option under which the plugin cannot read the target's pages.
+        UsageError: an option under which the plugin cannot work with the target's pages.
     """
     for name in SINGLE:
         if name in given and given[name] != "1":

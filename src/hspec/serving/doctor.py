@@ -9,10 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
+from hspec.drafters.config import SCHEMAS, ParallelConfig
+from hspec.drafters.ngram import NAME as NGRAM
 from hspec.errors import HSpecError
 from hspec.serving import command, expand_fix, plugin, versions
 from hspec.serving.pages import LAYOUTS
 from hspec.serving.self_test import check_pages
+from hspec.serving.speculation import NATIVE, NATIVE_ON_GPU
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ def examine() -> list[Finding]:
     findings += [_registered(), _imports()]
     if not findings[-1].fine:
         return findings
-    findings += [_device(), _memory()]
+    findings += [_device(), _drafters(), _memory()]
     if not command.on_gpu():
         findings += [_expand(), _layout()]
     return findings
@@ -79,6 +82,13 @@ def _device() -> Finding:
     if name == "cpu":
         return Finding("device", True, f"CPU, {torch.get_num_threads()} threads")
     return Finding("device", False, f"vLLM found the platform {name!r}; the plugin is written for cuda and cpu")
+
+
+def _drafters() -> Finding:
+    """Which methods are served here, and by whom."""
+    native = (*NATIVE, *(NATIVE_ON_GPU if command.on_gpu() else ()))
+    ours = [name for name, schema in SCHEMAS.items() if schema is ParallelConfig and name not in native]
+    return Finding("drafters", True, f"by the plugin {', '.join(ours)}; by vLLM itself {', '.join((*native, NGRAM))}")
 
 
 def _memory() -> Finding:

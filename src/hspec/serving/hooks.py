@@ -1,4 +1,4 @@
-"""The only file that reaches into vLLM's model runner (V1): four methods are wrapped, for H-Spec's proposer alone.
+"""The only file that reaches into vLLM's model runner (V1): five methods are wrapped, for H-Spec's proposer alone.
 
 What comes out of the runner is put into a :class:`hspec.serving.step.Step` of plain tensors and numbers here, so that another
 runner needs another of these files and nothing else.
@@ -13,9 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hspec.errors import UsageError
+from hspec.serving.memory import Ran
 from hspec.serving.step import Step
+from hspec.targets.cache import CacheShape
 
 _INSTALLED = "_hspec_installed"
+OWN_LAYERS = "hspec_drafter.layers"
+"""How the names of a drafter's own attention layers begin."""
 
 
 def install() -> None:
@@ -27,6 +32,7 @@ def install() -> None:
     setattr(GPUModelRunner, _INSTALLED, True)
     _wrap_taps(GPUModelRunner)
     _wrap_cache(GPUModelRunner)
+    _wrap_sample_tokens(GPUModelRunner)
     _wrap_propose(GPUModelRunner)
     _wrap_sample(GPUModelRunner)
 
@@ -60,6 +66,20 @@ def _wrap_cache(runner_class: Any) -> None:
             self.drafter.bind(self)
 
     runner_class.initialize_kv_cache = initialize
+
+
+def _wrap_sample_tokens(runner_class: Any) -> None:
+    """What the target has run goes to a drafter that keeps something before anything is sampled. That is in every step, also in
+    those for which vLLM asks for no drafts (some request is near the end of its context): its neighbours go on."""
+    original = runner_class.sample_tokens
+
+    @functools.wraps(original)
+    def sample_tokens(self: Any, grammar_output: Any) -> Any:
+        if _ours(self) and self.execute_model_state is not None:
+            self.drafter.remember(_ran(self, self.execute_model_state))
+        return original(self, grammar_output)
+
+    runner_class.sample_tokens = sample_tokens
 
 
 def _wrap_propose(runner_class: Any) -> None:
@@ -126,19 +146,66 @@ def _step(runner: Any, scheduler_output: Any, sampled: list[list[int]], taps: An
     )
 
 
+def _ran(runner: Any, state: Any) -> Ran:
+    attention, taps = state.spec_decode_common_attn_metadata, state.aux_hidden_states
+    if attention is None or taps is None:
+        raise AssertionError(f"the runner gave {type(attention).__name__} of metadata and {type(taps).__name__} of taps")
+    rows = int(attention.query_start_loc_cpu[attention.num_reqs])  # what is behind them is padding
+    return Ran([tap[:rows] for tap in taps], runner.positions[:rows], attention.slot_mapping[:rows])
+
+
 # -- attention layers --------------------------------------------------------------------------------------------
 
 
 def attention_layers(runner: Any) -> dict[int, Any]:
     """The target's attention layers by index."""
+    return _layers(runner, own=False)
+
+
+def own_layers(runner: Any) -> list[Any]:
+    """The drafter's, as :func:`make_own_layers` made them, in their order."""
+    found = _layers(runner, own=True)
+    return [found[index] for index in sorted(found)]
+
+
+def _layers(runner: Any, own: bool) -> dict[int, Any]:
     from vllm.model_executor.models.utils import extract_layer_index
 
     context = runner.compilation_config.static_forward_context
     return {
         extract_layer_index(name): layer
         for name, layer in context.items()
-        if isinstance(getattr(layer, "kv_cache", None), Tensor)
+        if isinstance(getattr(layer, "kv_cache", None), Tensor) and name.startswith(OWN_LAYERS) == own
     }
+
+
+def make_own_layers(config: Any, shape: CacheShape, heads: int) -> None:
+    """Attention layers that never run: vLLM gives each a KV cache, as it does for every layer that it finds registered.
+
+    Args:
+        config: ``vllm.config.VllmConfig``; the layers register themselves in it.
+        shape: what a token costs in them. heads: of their queries.
+
+    Raises:
+        UsageError: this backend has no pages for heads of that size.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    first = config.model_config.hf_text_config.num_hidden_layers  # numbered behind the target's, as vLLM's own drafters are
+    with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
+        for index in range(first, first + shape.layers):
+            layer = Attention(
+                heads, shape.head_dim, shape.head_dim**-0.5, num_kv_heads=shape.kv_heads, cache_config=config.cache_config,
+                prefix=f"{OWN_LAYERS}.{index}.attn",
+            )  # fmt: skip
+            if not layer.attn_backend.supports_head_size(shape.head_dim):
+                raise UsageError(
+                    f"the drafter keeps K/V of heads {shape.head_dim} wide, and the attention backend {layer.attn_backend.get_name()} "
+                    f"has {', '.join(map(str, layer.attn_backend.get_supported_head_sizes()))}: choose another drafter"
+                )
+            layer.process_weights_after_loading(config.model_config.dtype)
 
 
 def layout_name(layer: Any) -> str:

@@ -1,4 +1,4 @@
-"""The target's K/V in vLLM's pages, read where they lie. Nothing here knows vLLM: tensors in, tensors out.
+"""K/V in vLLM's pages, the target's or a drafter's own, read where they lie. Nothing here knows vLLM: tensors in, tensors out.
 
 A layer's cache is ``[blocks, kv_heads, block, 2 * d]``; a block table gives each sequence's blocks in order of position. How K and V
 share a block's memory is the backend's *layout*.
@@ -7,7 +7,7 @@ share a block's memory is the backend's *layout*.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from hspec.drafters.context import PagedKV, Prefix
 
 Layout = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Pages ``[blocks, kv_heads, block, 2 * d]`` -> views K and V, ``[blocks, kv_heads, block, d]`` each."""
+
+Writer = Callable[[Tensor, Tensor, Tensor], None]
+"""Keys and values ``[tokens, kv_heads, d]`` to slots ``[tokens]`` (block id times block, plus place): vLLM's own."""
 
 
 def cpu_vec(pages: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,10 +77,10 @@ class GatheredLayer:
 
 @dataclass(frozen=True)
 class PagedView:
-    """The target's K/V of a step's B sequences (see :class:`hspec.drafters.context.KVSource`)."""
+    """K/V of a step's B sequences (see :class:`hspec.drafters.context.KVSource`)."""
 
     layers: dict[int, PagedKV]
-    """Of the target's layers that the drafter reads."""
+    """Those that the drafter reads."""
     lengths: tuple[int, ...]
 
     def layer(self, index: int) -> PagedKV:
@@ -87,9 +90,17 @@ class PagedView:
 def gathered_view(pages: dict[int, Tensor], layout: Layout, tables: Tensor, lengths: Sequence[int]) -> PagedView:
     """
     Args:
-        pages: by target layer.
+        pages: by layer.
         tables: ``[B, n]``.
         lengths: of each sequence the positions that are valid.
     """
     layers: dict[int, PagedKV] = {index: GatheredLayer(*layout(tensor), tables) for index, tensor in pages.items()}
     return PagedView(layers, tuple(lengths))
+
+
+@dataclass
+class Pages:
+    """The caches of the layers that a drafter reads, by index, and their layout; empty for a drafter that reads none."""
+
+    layers: dict[int, Tensor] = field(default_factory=dict)
+    layout: Layout = flash

@@ -9,7 +9,8 @@ from hspec.drafters.checkpoint import known_config, load_drafter
 from hspec.drafters.config import ParallelConfig
 from hspec.errors import HSpecError
 from hspec.serving import hooks, plugin, versions
-from hspec.serving.pages import LAYOUTS
+from hspec.serving.memory import Ran
+from hspec.serving.pages import LAYOUTS, Pages
 from hspec.serving.self_test import check_pages
 from hspec.serving.settings import drafter_of
 from hspec.serving.step import Proposal, Step, StepDrafter
@@ -58,34 +59,31 @@ class HSpecProposer:
             embedding_weight=model.model.embed_tokens.weight.detach()[:vocabulary],
             head_weight=model.lm_head.weight.detach()[:vocabulary],
         )
-        self._drafter = StepDrafter(load_drafter(self.folder, target).prepare(), self.k)
+        drafter = load_drafter(self.folder, target).prepare()
+        self._drafter = StepDrafter(drafter, self.k)
+        if drafter.memory_shape is not None:
+            assert isinstance(drafter.config, ParallelConfig) and drafter.config.attention is not None
+            hooks.make_own_layers(self.vllm_config, drafter.memory_shape, drafter.config.attention.heads)
         logger.info("H-Spec: %s with k = %d from %s", self.drafter_config.method, self.k, self.folder)
 
     def bind(self, runner: Any) -> None:
-        """Find the pages of the layers that the drafter reads, and try them; the runner has just made its KV cache.
+        """Find the pages that the drafter reads, and try them; the runner has just made its KV cache.
 
         Raises:
             HSpecError: they are not laid out as known.
         """
-        assert isinstance(self.drafter_config, ParallelConfig) and self._drafter is not None
+        assert self._drafter is not None
         if len(runner.kv_cache_config.kv_cache_groups) != 1:
             raise HSpecError(
-                f"the target's layers are in {len(runner.kv_cache_config.kv_cache_groups)} KV groups, and this plugin reads one: "
+                f"the layers are in {len(runner.kv_cache_config.kv_cache_groups)} KV groups, and this plugin reads one: "
                 f"serve without --speculative-config"
             )
-        wanted = set(self.drafter_config.kv_layers) if self.drafter_config.attention is not None else set()
         found = hooks.attention_layers(runner)
-        for index in sorted(wanted):
-            layer = found[index]
-            name = hooks.layout_name(layer)
-            if name not in LAYOUTS:
-                raise HSpecError(
-                    f"the attention backend is {name}, and this plugin reads the pages of {', '.join(LAYOUTS)}: choose one of these "
-                    f"with --attention-backend, or serve without --speculative-config"
-                )
-            check_pages(layer.kv_cache, LAYOUTS[name], hooks.writer(layer), f"layer {index}")
-            self._drafter.layout = LAYOUTS[name]
-            self._drafter.pages[index] = layer.kv_cache
+        self._drafter.pages = _tried({i: found[i] for i in self._drafter.target_layers}, "layer")
+        if self._drafter.memory is not None:
+            own = dict(enumerate(hooks.own_layers(runner)))
+            self._drafter.memory.pages = _tried(own, "the drafter's layer")
+            self._drafter.memory.writers = {i: hooks.writer(layer) for i, layer in own.items()}
 
     # -- each step -----------------------------------------------------------------------------------------------
 
@@ -93,10 +91,35 @@ class HSpecProposer:
         """What stock vLLM would call, with token ids alone; the hooks call :meth:`draft` instead."""
         raise HSpecError("H-Spec's hooks are not in vLLM's runner: was vLLM's module replaced after the proposer was made?")
 
+    def remember(self, ran: Ran) -> None:
+        """Take note of what the target has just run, if the drafter keeps anything; the hooks call this in each step."""
+        assert self._drafter is not None
+        if self._drafter.memory is not None:
+            self._drafter.memory.remember(ran)
+
     def draft(self, step: Step) -> Proposal:
         """Draft behind every request that sampled a token; the hooks call this after each step of the target."""
         assert self._drafter is not None
         return self._drafter.draft(step)
+
+
+def _tried(layers: dict[int, Any], what: str) -> Pages:
+    """The pages of attention layers by index, once the self-test has read from each what it wrote.
+
+    Raises:
+        HSpecError: they are not laid out as known.
+    """
+    pages = Pages()
+    for index, layer in sorted(layers.items()):
+        name = hooks.layout_name(layer)
+        if name not in LAYOUTS:
+            raise HSpecError(
+                f"the attention backend is {name}, and this plugin reads the pages of {', '.join(LAYOUTS)}: choose one of these "
+                f"with --attention-backend, or serve without --speculative-config"
+            )
+        check_pages(layer.kv_cache, LAYOUTS[name], hooks.writer(layer), f"{what} {index}")
+        pages.layers[index], pages.layout = layer.kv_cache, LAYOUTS[name]
+    return pages
 
 
 def _template_hash(config: Any) -> str:

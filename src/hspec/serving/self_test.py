@@ -1,17 +1,12 @@
-"""Whether what is read from the pages is what the target writes to them: tried at start, through the target's own writer."""
+"""Whether what is read from the pages is what vLLM writes to them: tried at start, through vLLM's own writer."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from hspec.errors import HSpecError
-from hspec.serving.pages import Layout, gather
-
-Writer = Callable[[Tensor, Tensor, Tensor], None]
-"""Keys and values ``[tokens, kv_heads, d]`` to slots ``[tokens]`` (block id times block, plus place): vLLM's own."""
+from hspec.serving.pages import Layout, Writer, gather
 
 
 def check_pages(pages: Tensor, layout: Layout, write: Writer, name: str) -> None:
@@ -41,6 +36,6 @@ def check_pages(pages: Tensor, layout: Layout, write: Writer, name: str) -> None
         pages[used] = before
     if worst != 0:
         raise HSpecError(
-            f"the keys and values read from the pages of {name} are not those that the target writes (they differ by {worst:.3g}): "
+            f"the keys and values read from the pages of {name} are not those that vLLM writes (they differ by {worst:.3g}): "
             f"this backend lays its pages out in a way that the plugin does not know; serve without --speculative-config"
         )

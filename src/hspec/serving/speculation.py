@@ -1,4 +1,4 @@
-"""What a server is told of a drafter: this plugin for those that read the target's K/V, vLLM's own methods for the others."""
+"""What a server is told of a drafter: one of vLLM's own methods where it has the drafter's, this plugin for the others."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from hspec.api import drafter_folder
 from hspec.cache_folder import cache_folder
 from hspec.drafters import convert as conversion
 from hspec.drafters.checkpoint import check_target, known_config
-from hspec.drafters.config import DrafterConfig
 from hspec.drafters.ngram import NAME as NGRAM
-from hspec.errors import UsageError
 from hspec.serving.settings import additional_config, speculative_config
-from hspec.serving.targets import ServedTarget, TemplateHash, check_drafts, reads_target_kv
+from hspec.serving.targets import ServedTarget, TemplateHash, check_drafts, require_servable
 from hspec.targets.sources import load_target, model_folder, read_tokenizer
 from hspec.targets.template import ChatTemplate
 
 NGRAM_K = 4
 NGRAM_LENGTHS = (2, 4)
 """Suffixes that are looked up, as the embedded engine's prompt lookup has them."""
+
+PLUGIN = "plugin:"
+"""Before a drafter's folder: the plugin serves it, also where vLLM would."""
 
 NATIVE = ("dflash", "dflash2", "eagle3", "peagle")
 """Methods that vLLM runs itself, from the speculators layout."""
@@ -39,8 +40,8 @@ class Speculation:
     """A drafter as vLLM's options."""
 
     arguments: tuple[str, ...]
-    reads_pages: bool = False
-    """Whether it is this plugin's, which reads the target's pages."""
+    by_plugin: bool = False
+    """Whether this plugin serves it, which works with the target's pages."""
 
 
 NO_SPECULATION = Speculation(())
@@ -50,7 +51,7 @@ def speculation(source: str | None, target: str, name: str, config: Any, k: int 
     """Find out how a drafter is served, before the target is loaded.
 
     Args:
-        source: a folder or hub id, ``ngram``, or None for the one that ships.
+        source: a folder or hub id, behind ``plugin:`` if the plugin is to serve it; ``ngram``, or None for the one that ships.
         target: as the user names it. name: what it stands for. config: transformers' configuration of it.
         k: drafted tokens a step; None takes the drafter's largest. gpu: whether the server will have one.
 
@@ -62,37 +63,24 @@ def speculation(source: str | None, target: str, name: str, config: Any, k: int 
         shortest, longest = NGRAM_LENGTHS
         lengths = {"prompt_lookup_min": shortest, "prompt_lookup_max": longest}
         return Speculation(_options({"method": NGRAM, "num_speculative_tokens": NGRAM_K if k is None else k, **lengths}))
-    folder = drafter_folder(source, name).absolute()
+    asked = source is not None and source.startswith(PLUGIN)
+    folder = drafter_folder((source or "").removeprefix(PLUGIN) or None, name).absolute()
     drafter = known_config(folder)
     k = drafter.max_draft if k is None else k
-    check_drafts(drafter, k, str(folder))
-    _check_served(drafter, folder, gpu)
+    native = not asked and (drafter.method in NATIVE or (gpu and drafter.method in NATIVE_ON_GPU))
+    check = check_drafts if native else require_servable
+    check(drafter, k, str(folder))
     nothing = torch.empty(0)
     template = TemplateHash(ChatTemplate(read_tokenizer(target)).hash)
     check_target(drafter, ServedTarget(str(model_folder(target)), config, template, nothing, nothing))
-    if reads_target_kv(drafter):
-        arguments = (*_options(speculative_config(k)), "--additional-config", json.dumps(additional_config(folder)))
-        return Speculation(arguments, reads_pages=True)
-    native = speculators_folder(folder, target)
-    return Speculation(_options({"model": str(native), "num_speculative_tokens": k}))
+    if native:
+        return Speculation(_options({"model": str(speculators_folder(folder, target)), "num_speculative_tokens": k}))
+    arguments = (*_options(speculative_config(k)), "--additional-config", json.dumps(additional_config(folder)))
+    return Speculation(arguments, by_plugin=True)
 
 
 def _options(config: dict[str, Any]) -> tuple[str, ...]:
     return "--speculative-config", json.dumps(config)
-
-
-def _check_served(config: DrafterConfig, folder: Path, gpu: bool) -> None:
-    if reads_target_kv(config) or config.method in NATIVE or (gpu and config.method in NATIVE_ON_GPU):
-        return
-    if config.method in NATIVE_ON_GPU:
-        raise UsageError(
-            f"the drafter at {folder} is of the method {config.method!r}, which vLLM runs on a GPU only: serve one of "
-            f"{', '.join(NATIVE)}, or one that reads the target's K/V (hspec methods)"
-        )
-    raise UsageError(
-        f"the drafter at {folder} is of the method {config.method!r}, which keeps K/V of its own and which vLLM does not know: this "
-        f"plugin serves those that read the target's (hspec methods), vLLM serves {', '.join((*NATIVE, *NATIVE_ON_GPU))}"
-    )
 
 
 def speculators_folder(folder: Path, target: str) -> Path:

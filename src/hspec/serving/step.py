@@ -1,4 +1,4 @@
-"""One step of a served target, as a drafter sees it. Nothing here knows vLLM, and nothing is kept between steps."""
+"""One step of a served target, as a drafter sees it. Nothing here knows vLLM; what lasts between steps lies in its pages."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from torch import Tensor
 
 from hspec.decoding.draft_sampler import DraftSampler
 from hspec.decoding.params import SamplingParams
+from hspec.drafters.config import ParallelConfig
 from hspec.drafters.context import Draft, DraftContext
 from hspec.drafters.drafter import Drafter
 from hspec.serving.flash import flash_view, vllm_kernel
-from hspec.serving.pages import Layout, PagedView, gathered_view
+from hspec.serving.memory import DrafterMemory
+from hspec.serving.pages import PagedView, Pages, gathered_view
 from hspec.serving.rows import DraftRow, draft_rows
 from hspec.serving.sampling import draft_params
 
@@ -59,15 +61,24 @@ class Proposal:
 
 
 class StepDrafter:
-    """Drafts for all requests of a step in one forward of a drafter that keeps nothing.
+    """Drafts for all requests of a step in one forward of a drafter.
 
-    ``pages`` are the caches of the target's layers that it reads, and ``layout`` is theirs; both are set once they are there.
+    ``pages`` are those of the target's layers that it reads, ``memory`` is what it keeps itself, for one that does (None for
+    others); the pages of both are set once they are there.
     """
 
     def __init__(self, drafter: Drafter, k: int):
         self.drafter, self.k = drafter, k
-        self.pages: dict[int, Tensor] = {}
-        self.layout: Layout | None = None
+        self.pages = Pages()
+        self.memory = None if drafter.memory_shape is None else DrafterMemory(drafter)
+
+    @property
+    def target_layers(self) -> set[int]:
+        """The target's layers whose K/V the drafter reads."""
+        config = self.drafter.config
+        if not isinstance(config, ParallelConfig) or config.attention is None or config.attention.context != "target":
+            return set()
+        return set(config.kv_layers)
 
     def draft(self, step: Step) -> Proposal:
         """Draft behind every request that sampled a token; none for those still within their prompt."""
@@ -91,21 +102,14 @@ class StepDrafter:
             anchors=torch.tensor([[row.anchor] for row in rows], device=device),
             positions=torch.tensor(positions, device=device)[:, None],
             taps=torch.stack([tap[hidden] for tap in step.taps], dim=1)[:, None],  # [B, 1, taps, hidden]
-            kv=self._view(step.tables[requests], positions),
+            kv=_view(self.pages, step.tables[requests], positions),
+            memory=None if self.memory is None else _view(self.memory.pages, step.tables[requests], positions),
         )
         histories = [
             torch.tensor(sorted(set(step.history(row.request))), device=device) if p.repetition_penalty != 1.0 else None
             for row, p in zip(rows, params, strict=True)
         ]
         return self.drafter.propose(context, k, DraftSampler(params, positions, self.drafter.draft_ids, histories))
-
-    def _view(self, tables: Tensor, lengths: Sequence[int]) -> PagedView:
-        """The pages of the layers that the drafter reads; none for one that reads no K/V."""
-        if self.layout is None:
-            return PagedView({}, tuple(lengths))
-        if tables.device.type == "cuda":
-            return flash_view(self.pages, tables, lengths, vllm_kernel)
-        return gathered_view(self.pages, self.layout, tables, lengths)
 
     def _over_vocabulary(self, draft: Draft) -> Tensor | None:
         """``[B, k, draft vocabulary]`` -> ``[B, k, vocabulary]``."""
@@ -115,3 +119,10 @@ class StepDrafter:
         full = q.new_zeros(*q.shape[:2], self.drafter.config.target.vocab_size)
         full[..., self.drafter.draft_ids] = q
         return full
+
+
+def _view(pages: Pages, tables: Tensor, lengths: Sequence[int]) -> PagedView:
+    """``tables``: ``[B, n]``; of each sequence the positions before ``lengths[b]`` are valid."""
+    if tables.device.type == "cuda":
+        return flash_view(pages.layers, tables, lengths, vllm_kernel)
+    return gathered_view(pages.layers, pages.layout, tables, lengths)

@@ -79,20 +79,17 @@ def require_supported(config: Any) -> None:
         raise UsageError(message)
 
 
-def reads_target_kv(config: DrafterConfig) -> bool:
-    """Whether a drafter keeps nothing of its own: the kind that this plugin serves."""
-    return isinstance(config, ParallelConfig) and not config.injects
-
-
 def require_servable(config: DrafterConfig, k: int, where: str) -> None:
-    """
+    """The plugin serves drafters that read the target's K/V, and those that keep K/V which follow from a token's hidden states alone.
+    What EAGLE keeps follows from the next token too, and from what it keeps of the tokens before.
+
     Raises:
-        UsageError: a drafter that keeps something of every token, or one that was trained for fewer drafts.
+        UsageError: another kind of drafter, or one that was trained for fewer drafts.
     """
-    if not reads_target_kv(config):
+    if not isinstance(config, ParallelConfig):
         raise UsageError(
-            f"the drafter at {where} is of the method {config.method!r}, which keeps K/V of its own: this plugin serves those that "
-            f"read the target's, vLLM serves the others (docs/serving.md)"
+            f"the drafter at {where} is of the method {config.method!r}, which this plugin does not serve: docs/serving.md says which "
+            f"it does, and which vLLM serves by itself"
         )
     check_drafts(config, k, where)
 
