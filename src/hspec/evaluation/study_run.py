@@ -23,7 +23,7 @@ from hspec.evaluation.harness import AR, Contender, evaluate
 from hspec.evaluation.records import Record
 from hspec.evaluation.report import write_report
 from hspec.evaluation.setup import longest_prompt, machine, settings_of, write_summary
-from hspec.evaluation.study import Measurement, Piece, Study, claim
+from hspec.evaluation.study import STUDY_FILE, Measurement, Piece, Study, claim
 from hspec.evaluation.tasks.catalogue import check_tasks, load_tasks
 from hspec.files import write_text
 from hspec.locks import alone
@@ -58,7 +58,8 @@ def run_study(
         HSpecError: data, checkpoints or answers cannot be read or written.
     """
     check_tasks(study.measure.tasks, study.measure.folder)
-    claim(study, folder)
+    with alone(folder / STUDY_FILE, wait=True):
+        claim(study, folder)
     if not _train_pending(study, folder, say, report, stop):
         return None
     elsewhere = [piece.name for piece in study.pieces() if not is_done(piece.folder(folder))]
