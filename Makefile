@@ -33,8 +33,8 @@ test-serve: $(SERVING_STAMP)
 	$(SERVING)/python -m pytest -m serve tests/serving
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 
 wheel: $(STAMP)
