@@ -19,11 +19,13 @@ from typing import Any
 
 import jinja2
 
+from hspec.drafters.parameters import parameters_by_part
 from hspec.errors import HSpecError, UsageError
 from hspec.evaluation.statistics import in_words
 from hspec.evaluation.study import read_study
 from hspec.evaluation.study_run import RESULT_FILE, is_done
 from hspec.files import write_text
+from hspec.training.job import shape
 
 ROOT = Path(__file__).parent.parent
 DATA, PAGE, TEMPLATE = ROOT / "docs" / "results", ROOT / "docs" / "results.md", Path(__file__).with_name("results.md.j2")
@@ -80,6 +82,7 @@ def of_study(folder: Path) -> dict[str, Any]:
         runs.append(
             {
                 "label": piece.label, "seed": piece.seed, "blocks": last["blocks"], "core_seconds": last["core_seconds"],
+                "parameters": sum(parameters_by_part(shape(study.job_of(piece))).values()),
                 "loss": last["loss"], "tau": last["tau_sampling"], "tau_greedy": last["tau_greedy"],
                 "acceptance": last["conditional"]["sampling"], "calibration_error": last.get("calibration", {}).get("ece"),
                 "course": [[r["blocks"], r["core_seconds"], r["tau_sampling"]] for r in held_out],
@@ -168,12 +171,18 @@ def trainings(study: Mapping[str, Any]) -> str:
     rows = []
     for r in sorted(study["runs"], key=lambda r: -r["tau"]):
         error = r["calibration_error"]
-        made = [f"{r['blocks']:,}", f"{r['core_seconds'] / 60:.1f}", f"{r['blocks'] / r['core_seconds']:.0f}"]
+        made = [
+            f"{r['parameters'] / 1e6:.1f} M",
+            f"{r['blocks']:,}",
+            f"{r['core_seconds'] / 60:.1f}",
+            f"{r['blocks'] / r['core_seconds']:.0f}",
+        ]
         found = [f"{r['loss']:.3f}", f"{r['tau']:.3f}", f"{r['tau_greedy']:.3f}", "-" if error is None else f"{error:.3f}"]
         rows.append([r["label"], str(r["seed"]), *made, *found])
     header = [
         "method",
         "seed",
+        "parameters",
         "blocks",
         "core minutes",
         "blocks a core-second",

@@ -25,9 +25,11 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         assert other.stdout is not None and other.stdout.readline() == "True\n"
         with alone(place) as free:
             assert not free
-        other.kill()
-        with alone(place, wait=True) as free:
+        with alone(place, wait=True, on_wait=other.kill) as free:
             assert free, "a process that was killed holds nothing"
+        assert other.wait() < 0, "it was waited for, and that was said"
+    with alone(place, wait=True, on_wait=lambda: pytest.fail("nobody has it")) as free:
+        assert free
     with alone(place) as free:
         assert free
 

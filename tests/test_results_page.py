@@ -66,6 +66,6 @@ def test_an_unfinished_study(tmp_path: Path) -> None:
     assert study["trainings"] == 3 and [(r["label"], r["seed"]) for r in study["runs"]] == [("hspec", 0), ("dflash", 0)]
     assert study["runs"][0]["course"] == [[100, 5.0, 1.1], [200, 10.0, 1.2]] and study["evaluation"] is None
     rows = page.trainings(study).splitlines()
-    assert rows[2] == "| hspec | 0 | 200 | 0.2 | 20 | 2.000 | 1.200 | 1.000 | 0.020 |"
+    assert rows[2] == "| hspec | 0 | 18.9 M | 200 | 0.2 | 20 | 2.000 | 1.200 | 1.000 | 0.020 |"
     assert rows[3].endswith("| 1.000 | - |") and page.first_seeds(study) == "dflash 1.200, hspec 1.200"
     assert page.positions(study).splitlines()[2] == "| hspec 0 | 0.500 | - |"

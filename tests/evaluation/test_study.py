@@ -96,6 +96,7 @@ def test_tau_in_batches_and_speed_of_the_first_seeds_alone(study: Study, tmp_pat
     assert tau["greedy"]["prompts"] == {"qa": 3} and timing["greedy"]["prompts"] == {"qa": 1}
     assert all(e["speedup"] is None for e in tau["greedy"]["entrants"].values())
     assert all(run["cycle"] > 0 for run in result["trainings"]["runs"].values())
+    assert "speedup" in (tmp_path / "study" / "timing.html").read_text(encoding="utf-8")
 
 
 def test_without_held_out_documents(study: Study, tmp_path: Path) -> None:

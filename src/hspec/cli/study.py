@@ -102,8 +102,15 @@ def _print(result: dict[str, Any], out: Path) -> None:
         )  # fmt: skip
     console.print(table)
     for setting, found in result["evaluation"]["settings"].items():
-        table = Table("drafter", "tau (95 %)", "speedup (95 %)", title=setting)
+        table = Table("drafter", "tau (95 %)", title=setting)
         for name, e in found["entrants"].items():
-            table.add_row(name, in_words(e["tau"], 3), in_words(e["speedup"], 3))
+            table.add_row(name, in_words(e["tau"], 3))
         console.print(table)
-    console.print(f"{out / 'report.html'} shows all of it")
+    for setting, found in result["timing"]["settings"].items():
+        table = Table("drafter", "speedup (95 %)", title=f"{setting}, {sum(found['prompts'].values())} prompts one at a time")
+        for name, e in found["entrants"].items():
+            table.add_row(name, in_words(e["speedup"], 3))
+        console.print(table)
+    console.print(
+        f"{out / 'report.html'} shows all of it{', timing.html the speeds' if (out / 'timing.html').exists() else ''}"
+    )

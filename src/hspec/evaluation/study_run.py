@@ -154,6 +154,7 @@ def _measure(study: Study, folder: Path, on_answer: Callable[[int, int, Record],
     if study.measure.batch > 1:
         first = {piece: drafter for piece, drafter in drafters.items() if piece.seed == study.first_seed(piece.label)}
         timing = _evaluate(study.measure.timed(), target, first, folder / TIMING, on_answer)
+        write_report(folder / TIMING, folder / "timing.html")
     result = {"trainings": trainings(study, folder, drafters, timing), "evaluation": summary, "timing": timing}
     write_text(folder / RESULT_FILE, json.dumps(result, indent=2) + "\n")
     write_report(folder / EVALUATION, folder / "report.html", training=[piece.folder(folder) for piece in study.pieces()])

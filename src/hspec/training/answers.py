@@ -97,10 +97,12 @@ def write_answers(
     path: Path,
     settings: AnswerSettings,
     on_answer: Callable[[int, int], None] | None = None,
+    on_wait: Callable[[], None] = lambda: None,
 ) -> int:
     """Answer every prompt that ``path`` does not hold yet; returns how many were answered now.
 
-    ``on_answer(answers, tokens)`` is called with the running totals. One process at a time writes to a file; another one waits.
+    ``on_answer(answers, tokens)`` is called with the running totals. One process at a time writes to a file; another one
+    waits, and calls ``on_wait()`` first.
 
     Raises:
         HSpecError: the file holds answers that were drawn otherwise, is damaged or cannot be written. What was written is kept.
@@ -108,7 +110,7 @@ def write_answers(
     answers = tokens = 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with alone(path, wait=True):
+        with alone(path, wait=True, on_wait=on_wait):
             _note(path.with_suffix(".json"), answerer.template.hash, settings)
             done = answered_ids(path)
             todo = [p for p in prompts if p.id not in done]

@@ -96,7 +96,9 @@ def _answered(
             return Corpus(job.weights)
         path = folder / f"{name}-{settings.key}.jsonl"
         say(f"letting the target answer {len(prompts):,} {name} prompts (kept in {path}) ...")
-        written = write_answers(answerer, prompts, path, settings, _every(50, say))
+        written = write_answers(
+            answerer, prompts, path, settings, _every(50, say), lambda: say(f"waiting: another process writes to {path}")
+        )
         say(f"{written:,} answers written now")
         return from_answers(path, longest, {p.id: p.source for p in prompts}, job.weights)
 
