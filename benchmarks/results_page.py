@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 
 from hspec.drafters.parameters import parameters_by_part
 from hspec.errors import HSpecError, UsageError
@@ -199,6 +200,15 @@ def trainings(study: Mapping[str, Any]) -> str:
     return table(header, rows)
 
 
+def courses(study: Mapping[str, Any], marks: Sequence[float] = (0.25, 0.5, 0.75, 1.0)) -> str:
+    """Estimated tau on the way, at shares of the blocks: linear between the validations before and after, from 1 at none."""
+    rows = []
+    for r in study["runs"]:
+        blocks, taus = [0, *(c[0] for c in r["course"])], [1.0, *(c[2] for c in r["course"])]
+        rows.append([f"{r['label']} {r['seed']}", *(f"{np.interp(mark * r['blocks'], blocks, taus):.3f}" for mark in marks)])
+    return table(["training", *(f"{mark:.0%} of the blocks" for mark in marks)], rows)
+
+
 def positions(study: Mapping[str, Any]) -> str:
     """Conditional acceptance by position in validation, a row a training."""
     width = max(len(r["acceptance"]) for r in study["runs"])
@@ -287,6 +297,7 @@ def render() -> str:
         pairs,
         trainings,
         positions,
+        courses,
         first_seeds,
         drafting,
         transfer,
