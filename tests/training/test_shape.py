@@ -12,6 +12,7 @@ import yaml
 from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from hspec.drafters.config import ParallelConfig
+from hspec.drafters.parallel import ParallelDrafter
 from hspec.drafters.presets import PRESETS
 from hspec.errors import UsageError
 from hspec.targets.target import Target
@@ -81,6 +82,29 @@ def test_a_made_drafter_starts_from_the_targets_layers(family: str) -> None:
     assert torch.equal(attention.q_proj.weight, weights["self_attn.q_proj.weight"])
     mlp = drafter.layers[config.pattern.index("attention") + 1]
     assert torch.equal(mlp.up_proj.weight, weights["mlp.up_proj.weight"])
+
+
+@pytest.mark.parametrize("method", ["dspark", "dflash", "dflash2"])
+def test_kept_values_begin_as_the_targets(method: str) -> None:
+    """What an injecting drafter keeps of a token is at first what the target keeps of it, in the layer behind the tap that is passed on."""
+    target = tiny_target(layers=7)
+    config = choose_shape("auto", target.name, target.config, method)
+    drafter = initialise(config, target, torch.arange(config.draft_vocab_size), 0)
+    assert isinstance(drafter, ParallelDrafter) and drafter.fusion is not None
+    passed = len(config.taps) - 2
+    with torch.no_grad():  # without the little of the other taps
+        drafter.fusion.fc.weight.copy_(
+            torch.eye(config.hidden_size * len(config.taps))[passed * config.hidden_size :][: config.hidden_size]
+        )
+    tokens = torch.arange(20, 29)[None]
+    cache = target.new_cache(1, 9)
+    output = target.forward(tokens, cache, config.taps)
+    cache.advance([9])
+    kept = drafter.remember(output.taps, tokens, torch.arange(9)[None], None)
+    _, values = cache.view().layer(config.taps[passed])
+    assert len(kept) == config.pattern.count("attention")
+    for _, own in kept:
+        torch.testing.assert_close(own, values[:, :, :9], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("method", ["attention-only", "mamba-only"])

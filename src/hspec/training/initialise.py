@@ -92,7 +92,8 @@ def initialise(
 ) -> Drafter:
     """A new drafter on ``target``.
 
-    Of a parallel drafter, attention sub-layers start as the reused target layer (norm, q, k, v, o), MLPs as the MLP of the
+    Of a parallel drafter, attention sub-layers start as the reused target layer (norm, q, k, v, o), or, where they keep K/V of their
+    own, all as the layer whose input the fusion passes on, so that those K/V start as the target's there; MLPs as the MLP of the
     attention before them (the first as that of the lowest of the three highest taps), wider ones with further units that begin
     without effect; where sizes do not agree, and all else, is random, norms at one.
     The layers of EAGLE start as the target's highest ones. A fusion whose output is as wide as a tap passes one of them on.
@@ -140,16 +141,30 @@ def _copy_final_norm(norm: RMSNorm, target: Target) -> None:
         _copy(norm.weight, _scale(target, final) * FINAL_NORM_SCALE)
 
 
+def _copy_norm(norm: RMSNorm, target: Target, layer_id: int) -> None:
+    """The one before a layer's attention."""
+    scale = _scale(target, target.layer_weights(layer_id)["input_layernorm.weight"])
+    if scale.shape == norm.weight.shape:
+        _copy(norm.weight, scale)
+
+
 def _initialise_parallel(drafter: ParallelDrafter, target: Target, sample: Tensor | None) -> None:
     config = drafter.config
+    copied = config.kv_layers
     if drafter.fusion is not None:
-        _pass_on(drafter.fusion.fc, max(0, len(config.taps) - 2))
+        # What is kept of a token begins as the target's own K/V in the layer behind the tap that is passed on. With layers spread over
+        # the target, projections met a stream that was not theirs: DFlash then took 40,000 blocks to come where it now is after 25,000.
+        passed = max(0, len(config.taps) - 2)
+        _pass_on(drafter.fusion.fc, passed)
+        behind = min(config.taps[passed], len(target.layers) - 1)
+        copied = [behind] * len(config.kv_layers)
+        _copy_norm(drafter.fusion.norm, target, behind)
     depth = 1 / (2 * len(config.pattern)) ** 0.5
     for layer in drafter.layers:
         if isinstance(layer, MambaMixer):
             nn.init.normal_(layer.in_proj.weight, std=config.hidden_size**-0.5)
             nn.init.normal_(layer.out_proj.weight, std=depth * layer.config.inner**-0.5)
-    sources = iter(config.kv_layers)
+    sources = iter(copied)
     layer_id = config.taps[-3] if len(config.taps) >= 3 else config.taps[0]
     for norm, layer in zip(drafter.norms, drafter.layers, strict=True):
         if isinstance(layer, PrefixAttention):
