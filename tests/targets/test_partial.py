@@ -27,6 +27,8 @@ TOKENS = torch.randint(3, 150, (3, 21), generator=torch.Generator().manual_seed(
 class Beside:
     """Runs the layers by the whole target, in this process."""
 
+    ahead, arithmetic = 1, None
+
     def __init__(self, target: Target):
         self.target = target
         self.asked: list[list[int]] = []
@@ -42,7 +44,7 @@ class Beside:
 
 def pair(folder: Path, linears: str = "packed") -> tuple[Target, PartialTarget]:
     whole = load_target(str(folder), linears=linears)  # type: ignore[arg-type]
-    return whole, load_partial_target(str(folder), Beside(whole), linears=linears)  # type: ignore[arg-type]
+    return whole, load_partial_target(str(folder), lambda _: Beside(whole), linears=linears)  # type: ignore[arg-type]
 
 
 def alike(whole: Target, partial: PartialTarget, taps: list[int], layers: list[int]) -> None:
@@ -121,7 +123,7 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
     for file in set(parts.values()):
         save_file({name: w for name, w in weights.items() if parts[name] == file}, tmp_path / file)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
-    alike(whole, load_partial_target(str(tmp_path), Beside(whole)), [1], [0, 2])
+    alike(whole, load_partial_target(str(tmp_path), lambda _: Beside(whole)), [1], [0, 2])
 
 
 def test_a_hub_id_that_was_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +136,7 @@ def test_a_hub_id_that_was_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(sources, "snapshot_download", snapshot)
     whole = load_target(str(tmp_path))
-    partial = load_partial_target("someone/something", Beside(whole))
+    partial = load_partial_target("someone/something", lambda _: Beside(whole))
     assert asked == ["someone/something"] and partial.name == "someone/something"
     alike(whole, partial, [1], [2])
 
@@ -143,15 +145,17 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     whole = load_target(str(save_target(tmp_path)))
     weights = load_file(tmp_path / "model.safetensors")
     save_file({name: w for name, w in weights.items() if "layers.1.self_attn.v" not in name}, tmp_path / "model.safetensors")
-    partial = load_partial_target(str(tmp_path), Beside(whole))
+    partial = load_partial_target(str(tmp_path), lambda _: Beside(whole))
     with pytest.raises(HSpecError, match=r"has no weight model.layers.1.self_attn.v_proj.weight: the checkpoint is incomplete"):
         partial.read_kv([1])
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 50)
     with pytest.raises(HSpecError, match=r"the weights in .* cannot be read: .*; fetch the model again"):
-        load_partial_target(str(tmp_path), Beside(whole))
+        load_partial_target(str(tmp_path), lambda _: Beside(whole))
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(UsageError, match=r"neither model.safetensors nor .*: single weights can be read from safetensors files only"):
-        load_partial_target(str(tmp_path), Beside(whole))
+    with pytest.raises(
+        UsageError, match=r"neither model.safetensors nor .*: single weights can be read from safetensors files only"
+    ):
+        load_partial_target(str(tmp_path), lambda _: Beside(whole))
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
     with pytest.raises(UsageError, match="is a GGUF file"):
-        load_partial_target(str(tmp_path / "a.gguf"), Beside(whole))
+        load_partial_target(str(tmp_path / "a.gguf"), lambda _: Beside(whole))

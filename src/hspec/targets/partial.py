@@ -7,7 +7,7 @@ every bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -23,8 +23,6 @@ from hspec.targets.target import Target, TargetOutput
 from hspec.targets.template import ChatTemplate
 from hspec.targets.weight_files import WeightFiles
 
-KV_MODULES = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm")
-
 
 class ResidualStreams(Protocol):
     """What runs the layers."""
@@ -36,12 +34,20 @@ class ResidualStreams(Protocol):
     def expect(self, tokens: Tensor, layers: Sequence[int]) -> None:
         """Say what will be asked for soon."""
 
+    @property
+    def ahead(self) -> int:
+        """So many batches before they are needed it is worth to say so."""
+
+    @property
+    def arithmetic(self) -> str | None:
+        """What is otherwise than if this process ran the layers; None if nothing is."""
+
 
 class PartialTarget(Target):
     """Runs whole documents only: there is no going on behind a prefix, so it cannot decode.
 
     Args:
-        files: of the whole model. streams: who runs its layers.
+        files: of the whole model. connect: finds who runs its layers, once all else of it is known.
         linears: as :meth:`Target.prepare` has it, for the few linears that are here.
 
     Raises:
@@ -55,7 +61,7 @@ class PartialTarget(Target):
         files: WeightFiles,
         template: ChatTemplate,
         name: str,
-        streams: ResidualStreams,
+        connect: Callable[[Target], ResidualStreams],
         device: str | torch.device = "cpu",
         linears: Literal["packed", "bf16", "plain"] = "packed",
     ):
@@ -65,7 +71,7 @@ class PartialTarget(Target):
         if config.tie_word_embeddings:
             head.weight = embedding.weight
         super().__init__(model, template, name)
-        self.files, self.streams, self._linears = files, streams, linears
+        self.files, self._linears = files, linears
         self._parameters = sum(p.numel() for p in model.parameters())
         self._weight_hash = files.hash()
         self._whole_layers = list(model.model.layers)
@@ -79,6 +85,7 @@ class PartialTarget(Target):
         model.to(device)
         self._head_weight = head.weight.detach()
         self._swap(model)
+        self.streams = connect(self)
 
     def _swap(self, module: nn.Module) -> None:
         """As :meth:`Target.prepare` does it."""
@@ -184,7 +191,10 @@ def _rotate_half(x: Tensor) -> Tensor:
 
 
 def load_partial_target(
-    source: str, streams: ResidualStreams, device: str | torch.device = "cpu", linears: Literal["packed", "bf16", "plain"] = "packed"
+    source: str,
+    connect: Callable[[Target], ResidualStreams],
+    device: str | torch.device = "cpu",
+    linears: Literal["packed", "bf16", "plain"] = "packed",
 ) -> PartialTarget:
     """As :func:`hspec.targets.sources.load_target`, without the layers.
 
@@ -193,4 +203,4 @@ def load_partial_target(
         HSpecError: files are damaged, or a download failed.
     """
     folder, config, template, name = read_folder(source)
-    return PartialTarget(config, WeightFiles(folder, config), template, name, streams, device, linears)
+    return PartialTarget(config, WeightFiles(folder, config), template, name, connect, device, linears)

@@ -27,7 +27,7 @@ SMOLLM2_NAME = "smollm2-135m-instruct-q4"
 
 ALIASES = {"smollm2": SMOLLM2_NAME, "smollm2-135m": SMOLLM2_NAME}
 Linears = Literal["packed", "bf16", "plain"]
-_MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
+_MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 """Of a hub's repository, what a folder in transformers' layout has."""
 
 

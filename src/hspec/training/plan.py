@@ -27,7 +27,7 @@ from hspec.training.estimate import (
     total_flops,
 )
 from hspec.training.features import feature_bytes
-from hspec.training.job import Job, shape
+from hspec.training.job import Job, check_answerer, shape
 from hspec.training.objective import chunk_bytes
 from hspec.training.shape import preset_for
 from hspec.training.sources import check_source, describe_sources
@@ -52,6 +52,7 @@ def plan(job: Job, folder: Path, resume: bool = False) -> Plan:
         HSpecError: the disk is too small.
     """
     check_run(folder, resume)
+    check_answerer(job)
     check_trackers(job.train.trackers)
     for source in job.data:
         check_source(source)
@@ -79,7 +80,7 @@ def plan(job: Job, folder: Path, resume: bool = False) -> Plan:
     return Plan(
         {
             "method": config.method,
-            "target": f"{job.target} ({start}; {layout(config)})",
+            "target": f"{job.target} ({start}; {layout(config)})" + _where(job),
             "trainable parameters": f"{parameters / 1e6:.1f} M: "
             + ", ".join(f"{n} {v / 1e6:.2f}" for n, v in parts.items() if v),
             "data": describe_sources(job.data)
@@ -94,6 +95,10 @@ def plan(job: Job, folder: Path, resume: bool = False) -> Plan:
             f"{c.validate_minutes:g}",
         }
     )
+
+
+def _where(job: Job) -> str:
+    return "" if job.feature_server is None else f"; its layers run at {', '.join(job.feature_server.at)}"
 
 
 def run_flops(job: Job) -> float:
