@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ class FeatureServer:
         self.target, self.say = target, say
         self.facts = Facts.of(target, target.dtype, precision)
         self._requests: SimpleQueue[_Request | None] = SimpleQueue()
+        self._connections: set[socket.socket] = set()
         self._listener = _listener(address, self._talk)
         taken: Any = self._listener.server_address
         self.address = address if address.path else Address(address.host, taken[1])
@@ -70,12 +71,23 @@ class FeatureServer:
         finally:
             self._listener.shutdown()
             self._listener.server_close()
+            self._hang_up()
             if self.address.path:
                 Path(self.address.path).unlink(missing_ok=True)
 
     def stop(self) -> None:
         """From any thread: after the forward that is under way."""
         self._requests.put(None)
+
+    def _hang_up(self) -> None:
+        """Trainers see a connection that ends, and try again, here or elsewhere."""
+        for connection in list(self._connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(Empty):
+            while True:
+                if (request := self._requests.get_nowait()) is not None:
+                    request.answer.put("it is ending")
 
     # -- computing -----------------------------------------------------------------------------------------------
 
@@ -92,6 +104,7 @@ class FeatureServer:
 
     def _talk(self, connection: socket.socket, who: str) -> None:
         """With one trainer, until it goes."""
+        self._connections.add(connection)
         try:
             if not self._greet(connection, who):
                 return
@@ -104,6 +117,8 @@ class FeatureServer:
                 send(connection, {"error": f"the other side {error}"})
         except OSError as error:
             self.say(f"{who} is gone ({reason(error)})")
+        finally:
+            self._connections.discard(connection)
 
     def _greet(self, connection: socket.socket, who: str) -> bool:
         """Tell what is served; whether it is what the trainer needs is for the trainer to say."""
