@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -134,7 +133,10 @@ def test_visitors_who_speak_something_else(target: Target) -> None:
 
 
 def test_places_that_are_taken(target: Target, tmp_path: Path) -> None:
-    with serving(target) as server, pytest.raises(UsageError, match=r"cannot listen at 127.0.0.1:\d+ \(Address already in use\)"):
+    with (
+        serving(target) as server,
+        pytest.raises(UsageError, match=r"cannot listen at 127.0.0.1:\d+ \(Address already in use\)"),
+    ):
         FeatureServer(target, server.address)
     with pytest.raises(UsageError, match="choose another address with --listen"):
         FeatureServer(target, Address("no-such-host.invalid", 1))
@@ -144,7 +146,7 @@ def test_places_that_are_taken(target: Target, tmp_path: Path) -> None:
     (tmp_path / "s").write_text("a letter")
     with pytest.raises(UsageError, match="there is a file that is no socket"):
         FeatureServer(target, path)
-    os.remove(tmp_path / "s")
+    (tmp_path / "s").unlink()
     with socket.socket(socket.AF_UNIX) as old:
         old.bind(path.path or "")  # of a server that was killed
     with serving(target, path):
@@ -162,8 +164,14 @@ def test_addresses() -> None:
 def test_a_server_of_another_kind(target: Target, qwen_target: Target) -> None:
     with serving(target) as server:
         for one, says in (
-            (client(qwen_target, server.address), r"has a target whose weights have the hash .*: start it on this run's target"),
-            (client(target, server.address, "bf16"), "has products of the precision 'fp32', and this run 'bf16': start it with --prec"),
+            (
+                client(qwen_target, server.address),
+                r"has a target whose weights have the hash .*: start it on this run's target",
+            ),
+            (
+                client(target, server.address, "bf16"),
+                "has products of the precision 'fp32', and this run 'bf16': start it with --prec",
+            ),
             (
                 FeatureClient([server.address], Facts.of(target, torch.bfloat16, "fp32"), SOON),
                 "has weights of the type 'float32', and this run 'bfloat16': start it with --dtype bfloat16, or set",

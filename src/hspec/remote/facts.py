@@ -58,10 +58,10 @@ _WORDS = {
 }
 _ADVICE = {
     "version": "install the same on both sides",
+    "dtype": "start it with --dtype {dtype}, or set feature_server.dtype",
+    "precision": "start it with --precision {precision}, or set train.precision",
     "weight_hash": "start it on this run's target ({target})",
     "layers": "start it on this run's target ({target})",
     "hidden_size": "start it on this run's target ({target})",
     "vocab_size": "start it on this run's target ({target})",
-    "dtype": "start it with --dtype {dtype}, or set feature_server.dtype",
-    "precision": "start it with --precision {precision}, or set train.precision",
 }

@@ -61,7 +61,7 @@ class PartialTarget(Target):
         files: WeightFiles,
         template: ChatTemplate,
         name: str,
-        connect: Callable[[Target], ResidualStreams],
+        connect: Callable[[PartialTarget], ResidualStreams],
         device: str | torch.device = "cpu",
         linears: Literal["packed", "bf16", "plain"] = "packed",
     ):
@@ -192,7 +192,7 @@ def _rotate_half(x: Tensor) -> Tensor:
 
 def load_partial_target(
     source: str,
-    connect: Callable[[Target], ResidualStreams],
+    connect: Callable[[PartialTarget], ResidualStreams],
     device: str | torch.device = "cpu",
     linears: Literal["packed", "bf16", "plain"] = "packed",
 ) -> PartialTarget:

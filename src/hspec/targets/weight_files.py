@@ -50,9 +50,9 @@ class WeightFiles:
         """
         return self._open(name, lambda file, stored: file.get_tensor(stored))
 
-    def hash(self) -> str:
-        """What :meth:`hspec.targets.target.Target.weight_hash` is for the loaded model; only some rows of each weight are read."""
-        return hash_weights((name, self._open(name, _some_rows)) for name in self.names)
+    def hash(self, dtype: torch.dtype = torch.float32) -> str:
+        """What :meth:`hspec.targets.target.Target.weight_hash` is for the model loaded in this type; some rows of each weight are read."""
+        return hash_weights((name, self._open(name, _some_rows).to(dtype)) for name in self.names)
 
     def _open(self, name: str, read: Any) -> Tensor:
         if name not in self._stored:

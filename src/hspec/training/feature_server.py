@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,6 @@ from hspec.remote.ahead import StreamsAhead
 from hspec.remote.client import FeatureClient, Patience
 from hspec.remote.facts import Facts
 from hspec.targets.partial import PartialTarget, load_partial_target
-from hspec.targets.target import Target
 
 
 class FeatureServerConfig(Strict):
@@ -63,8 +63,10 @@ def served_target(
         HSpecError: a server is not there, or has another target.
     """
 
-    def connect(target: Target) -> StreamsAhead:
-        facts = Facts.of(target, getattr(torch, config.dtype), precision)
+    def connect(target: PartialTarget) -> StreamsAhead:
+        dtype = getattr(torch, config.dtype)
+        # Weights that are stored in fp32 are others when they are loaded in bf16.
+        facts = replace(Facts.of(target, dtype, precision), weight_hash=target.files.hash(dtype))
         patience = Patience(config.patience, config.timeout)
         clients = [FeatureClient(addresses, facts, patience) for addresses in shared_out(config.addresses, rank, count)]
         return StreamsAhead(clients, None if config.dtype == "float32" else config.dtype)

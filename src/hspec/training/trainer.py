@@ -307,7 +307,7 @@ class Trainer:
     def _restore(self, step: int) -> None:
         state, where = self.checkpoints.read(step), str(self.checkpoints.place(step))
         check_settings(state["config"], self.config, where)
-        check_same(state["facts"], self._facts, where)
+        check_same(state["facts"], dict.fromkeys(state["facts"]) | self._facts, where)
         try:
             self.learner.restore(state)
         except (RuntimeError, KeyError, ValueError) as error:
