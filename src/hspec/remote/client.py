@@ -5,8 +5,10 @@ from __future__ import annotations
 import socket
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,7 +39,10 @@ class Patience:
     """A server that is connected may take so long for one batch."""
 
 
-class FeatureClient:
+Place = TypeVar("Place")
+
+
+class PatientClient(ABC, Generic[Place]):
     """Asks one server, and when that is gone the next, again and again as long as patience lasts.
 
     Args:
@@ -45,23 +50,83 @@ class FeatureClient:
         facts: what they must serve.
     """
 
-    def __init__(self, addresses: Sequence[Address], facts: Facts, patience: Patience):
+    def __init__(self, addresses: Sequence[Place], facts: Facts, patience: Patience):
         self.addresses, self.facts, self.patience = list(addresses), facts, patience
-        self._connection: socket.socket | None = None
 
     @property
-    def address(self) -> Address:
+    def address(self) -> Place:
         """Of the server that is asked now."""
         return self.addresses[0]
 
-    # -- a connection --------------------------------------------------------------------------------------------
-
+    @abstractmethod
     def open(self) -> None:
-        """Connect, and see whether the server has this run's target; without patience.
+        """See whether a server is there, and has this run's target; without patience.
 
         Raises:
             FeatureError: nobody answers there, or another target.
         """
+
+    def close(self) -> None:
+        """Let go of a server that is gone."""
+
+    @abstractmethod
+    def _ask(self, tokens: Tensor, layers: Sequence[int]) -> Tensor:
+        """As :meth:`streams`, once.
+
+        Raises:
+            OSError: the server is gone, and may come back.
+        """
+
+    def streams(self, tokens: Tensor, layers: Sequence[int]) -> Tensor:
+        """As :class:`hspec.targets.partial.ResidualStreams`, in the type that the server computes in.
+
+        Raises:
+            FeatureError: no server answers as long as patience lasts, or one answers what cannot be.
+        """
+        lost: float | None = None
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                return self._ask(tokens, layers)
+            except OSError as error:
+                self.close()
+                where, why = self.address, reason(error)
+                if lost is None:
+                    lost = time.monotonic()
+                    warnings.warn(f"the feature server at {where} is gone ({why}); it is tried again", stacklevel=2)
+                self.addresses = [*self.addresses[1:], where]
+                left = lost + self.patience.gone - time.monotonic()
+                if left <= 0:
+                    raise FeatureError(
+                        f"the feature server at {where} is gone ({why}), and was tried again for {self.patience.gone:g} seconds"
+                    ) from error
+                time.sleep(min(pause, left))
+                pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _checked(self, streams: Tensor | None, shape: Sequence[int]) -> Tensor:
+        dtype = DTYPES[self.facts.dtype]
+        if streams is None or streams.shape != torch.Size(shape) or streams.dtype != dtype:
+            what = "nothing" if streams is None else f"{list(streams.shape)} in {streams.dtype}"
+            raise self._error(f"answers {what} where {list(shape)} in {dtype} was asked for")
+        if not bool(torch.isfinite(streams).all()):
+            raise self._error(
+                "answers numbers that are not finite: has its target overflowed? float32 or bfloat16 have more room"
+            )
+        return streams
+
+    def _error(self, what: str) -> FeatureError:
+        self.close()
+        return FeatureError(f"the feature server at {self.address} {what}")
+
+
+class FeatureClient(PatientClient[Address]):
+    """Asks servers of ``hspec serve-features``; see there."""
+
+    def __init__(self, addresses: Sequence[Address], facts: Facts, patience: Patience):
+        super().__init__(addresses, facts, patience)
+        self._connection: socket.socket | None = None
+
+    def open(self) -> None:
         try:
             self._connect()
         except OSError as error:
@@ -93,34 +158,6 @@ class FeatureClient:
         self._connection = connection
         return connection
 
-    # -- asking --------------------------------------------------------------------------------------------------
-
-    def streams(self, tokens: Tensor, layers: Sequence[int]) -> Tensor:
-        """As :class:`hspec.targets.partial.ResidualStreams`, in the type that the server computes in.
-
-        Raises:
-            FeatureError: no server answers as long as patience lasts, or one answers what cannot be.
-        """
-        lost: float | None = None
-        pause = FIRST_PAUSE
-        while True:
-            try:
-                return self._ask(tokens, layers)
-            except OSError as error:
-                self.close()
-                where, why = self.address, reason(error)
-                if lost is None:
-                    lost = time.monotonic()
-                    warnings.warn(f"the feature server at {where} is gone ({why}); it is tried again", stacklevel=2)
-                self.addresses = [*self.addresses[1:], where]
-                left = lost + self.patience.gone - time.monotonic()
-                if left <= 0:
-                    raise FeatureError(
-                        f"the feature server at {where} is gone ({why}), and was tried again for {self.patience.gone:g} seconds"
-                    ) from error
-                time.sleep(min(pause, left))
-                pause = min(2 * pause, LONGEST_PAUSE)
-
     def _ask(self, tokens: Tensor, layers: Sequence[int]) -> Tensor:
         connection = self._connection or self._connect()
         dtype, shape = DTYPES[self.facts.dtype], (*tokens.shape, len(layers), self.facts.hidden_size)
@@ -130,15 +167,7 @@ class FeatureClient:
             answer = self._heard(receive(connection, size))
         except WireError as error:
             raise self._error(str(error)) from error
-        streams = answer.tensor
-        if streams is None or streams.shape != shape or streams.dtype != dtype:
-            what = "nothing" if streams is None else f"{list(streams.shape)} in {streams.dtype}"
-            raise self._error(f"answers {what} where {list(shape)} in {dtype} was asked for")
-        if not bool(torch.isfinite(streams).all()):
-            raise self._error(
-                "answers numbers that are not finite: has its target overflowed? float32 or bfloat16 have more room"
-            )
-        return streams
+        return self._checked(answer.tensor, shape)
 
     def _heard(self, message: Message | None) -> Message:
         if message is None:
@@ -146,7 +175,3 @@ class FeatureClient:
         if (error := message.text("error")) is not None:
             raise self._error(f"says: {error}")
         return message
-
-    def _error(self, what: str) -> FeatureError:
-        self.close()
-        return FeatureError(f"the feature server at {self.address} {what}")

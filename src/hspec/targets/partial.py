@@ -142,9 +142,13 @@ class PartialTarget(Target):
         cache.stage(tokens.shape[1])
         for layer in self._kv_layers:
             cache.update(*self._kv(layer, of_layer[layer]), layer)
-        hidden = self.model.model.norm(of_layer[len(self.layers)])
+        hidden = self.final_norm(of_layer[len(self.layers)])
         taken = [of_layer[tap] for tap in taps]
         return TargetOutput(hidden, torch.stack(taken, dim=2) if taken else streams[:, :, :0])
+
+    def final_norm(self, stream: Tensor) -> Tensor:
+        """Of what leaves the last layer, ``[..., hidden]``."""
+        return self.model.model.norm(stream)
 
     def _kv(self, layer: int, stream: Tensor) -> tuple[Tensor, Tensor]:
         """What a layer makes of the stream that enters it ``[B, T, hidden]``: ``[B, kv_heads, T, head_dim]``, keys after RoPE."""

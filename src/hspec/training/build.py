@@ -21,9 +21,9 @@ from hspec.targets.sources import load_target
 from hspec.targets.target import Target
 from hspec.training.checkpoints import Checkpoints
 from hspec.training.data import Data, Say, prepare_data
-from hspec.training.feature_server import served_target
+from hspec.training.feature_server import needed_streams, served_target
 from hspec.training.initialise import check_draft_vocabulary, draft_vocabulary, identity, initialise, mask_token
-from hspec.training.job import Job, check_answerer, with_block
+from hspec.training.job import Job, check_answerer, shape, with_block
 from hspec.training.log import cut_log
 from hspec.training.plan import RUN_FILE, check_run
 from hspec.training.processes import Processes
@@ -111,7 +111,8 @@ def training_target(job: Job, device: str = "cpu", rank: int = 0, count: int = 1
     if job.feature_server is None:
         target = load_target(job.target, device, linears="bf16" if half else "packed")
     else:
-        target = served_target(job.target, job.feature_server, job.train.precision, device, rank, count)
+        layers = needed_streams(shape(job))
+        target = served_target(job.target, job.feature_server, job.train.precision, device, rank, count, layers)
     if not target.tokenizer.chat_template:
         raise UsageError(
             f"{target.name} has no chat template, so there is no telling its turns apart: train on an instruction-tuned model"

@@ -12,6 +12,7 @@ from hspec.drafters.config import DrafterConfig
 from hspec.drafters.parameters import layout, parameters_by_part
 from hspec.drafters.presets import PRESETS
 from hspec.errors import HSpecError, UsageError
+from hspec.remote.vllm import vllm_options
 from hspec.targets.sources import ALIASES, describe
 from hspec.training.checkpoints import check_resumable, holds_run
 from hspec.training.config import TrainConfig
@@ -26,6 +27,7 @@ from hspec.training.estimate import (
     total_blocks,
     total_flops,
 )
+from hspec.training.feature_server import needed_streams
 from hspec.training.features import feature_bytes
 from hspec.training.job import Job, check_answerer, shape
 from hspec.training.objective import chunk_bytes
@@ -80,7 +82,7 @@ def plan(job: Job, folder: Path, resume: bool = False) -> Plan:
     return Plan(
         {
             "method": config.method,
-            "target": f"{job.target} ({start}; {layout(config)})" + _where(job),
+            "target": f"{job.target} ({start}; {layout(config)})" + _where(job, config),
             "trainable parameters": f"{parameters / 1e6:.1f} M: "
             + ", ".join(f"{n} {v / 1e6:.2f}" for n, v in parts.items() if v),
             "data": describe_sources(job.data)
@@ -97,8 +99,13 @@ def plan(job: Job, folder: Path, resume: bool = False) -> Plan:
     )
 
 
-def _where(job: Job) -> str:
-    return "" if job.feature_server is None else f"; its layers run at {', '.join(job.feature_server.at)}"
+def _where(job: Job, config: DrafterConfig) -> str:
+    """Where the target's layers run, if not here, and what vLLM must be told for it."""
+    server = job.feature_server
+    if server is None:
+        return ""
+    options = f", started with {vllm_options(needed_streams(config))}" if server.vllm else ""
+    return f"; its layers run at {', '.join(server.at)}{options}"
 
 
 def run_flops(job: Job) -> float:
