@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from hspec.remote import ahead
 from hspec.remote import client as module
 from hspec.remote.address import Address
 from hspec.remote.ahead import StreamsAhead
@@ -139,6 +140,7 @@ class Slow:
 
     def __init__(self) -> None:
         self.asked: list[int] = []
+        self.lost = False
         self.go = threading.Semaphore(0)
 
     def open(self) -> None:
@@ -188,3 +190,17 @@ def test_an_error_waits_for_who_asks(two: tuple[Slow, Slow]) -> None:
     assert torch.equal(streams(torch.tensor([[1]]), [2]), torch.tensor([[2]]))
     with pytest.raises(FeatureError, match="gone for good"):
         streams(torch.tensor([[-1]]), [1])
+
+
+def test_nobody_waits_for_one_that_is_gone_when_asked_to_stop(two: tuple[Slow, Slow], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "GLANCE", 0.01)
+    streams = StreamsAhead(two[:1])
+    stopped = threading.Event()
+    streams.asked_to_stop = stopped.is_set
+    threading.Timer(0.1, stopped.set).start()
+    threading.Timer(0.2, two[0].go.release).start()
+    tokens = torch.tensor([[3]])
+    assert torch.equal(streams(tokens, [1]), tokens)  # it is only slow
+    two[0].lost = True
+    with pytest.raises(FeatureError, match="the run was asked to stop while a feature server was gone"):
+        streams(tokens, [1])

@@ -28,6 +28,7 @@ class Beside:
     """Runs the layers by the whole target, in this process."""
 
     ahead, arithmetic = 1, None
+    asked_to_stop = staticmethod(lambda: False)
 
     def __init__(self, target: Target):
         self.target = target

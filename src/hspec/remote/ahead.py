@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
-from queue import SimpleQueue
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from torch import Tensor
 
+from hspec.remote.client import FeatureError
+
+GLANCE = 0.5
+"""Seconds after which one who waits looks whether it should."""
 _Key = tuple[tuple[int, ...], bytes, tuple[int, ...]]
 
 
 class StreamClient(Protocol):
     """A connection to who runs the layers; only one thread uses it."""
+
+    lost: bool
+    """Whether it is trying to find a server again."""
 
     def open(self) -> None: ...
     def streams(self, tokens: Tensor, layers: Sequence[int]) -> Tensor: ...
@@ -46,6 +53,9 @@ class StreamsAhead:
         for client, queue in zip(clients, queues, strict=True):
             threading.Thread(target=_run, args=(client, queue), daemon=True).start()
         self.ahead, self.arithmetic = len(clients), arithmetic
+        self._clients = clients
+        self.asked_to_stop: Callable[[], bool] = lambda: False
+        """If so, nobody waits any longer for a server that is gone."""
         self._turn = itertools.cycle(queues)
         self._under_way: dict[_Key, _Work] = {}
 
@@ -58,13 +68,21 @@ class StreamsAhead:
     def __call__(self, tokens: Tensor, layers: Sequence[int]) -> Tensor:
         """
         Raises:
+            FeatureError: the run is asked to stop while a server is gone.
             HSpecError: what the client raised, also if it was when nobody had asked yet.
         """
         self.expect(tokens, layers)
-        outcome = self._under_way.pop(_key(tokens, layers)).outcome.get()
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
+        work = self._under_way.pop(_key(tokens, layers))
+        while True:
+            try:
+                outcome = work.outcome.get(timeout=GLANCE)
+            except Empty:
+                if self.asked_to_stop() and any(client.lost for client in self._clients):
+                    raise FeatureError("the run was asked to stop while a feature server was gone") from None
+                continue
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return outcome
 
 
 def _run(client: StreamClient, queue: SimpleQueue[_Work]) -> None:

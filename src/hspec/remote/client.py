@@ -52,6 +52,8 @@ class PatientClient(ABC, Generic[Place]):
 
     def __init__(self, addresses: Sequence[Place], facts: Facts, patience: Patience):
         self.addresses, self.facts, self.patience = list(addresses), facts, patience
+        self.lost = False
+        """Whether a server is gone, and none was found yet."""
 
     @property
     def address(self) -> Place:
@@ -83,20 +85,22 @@ class PatientClient(ABC, Generic[Place]):
         Raises:
             FeatureError: no server answers as long as patience lasts, or one answers what cannot be.
         """
-        lost: float | None = None
-        pause = FIRST_PAUSE
+        began, pause = 0.0, FIRST_PAUSE
         while True:
             try:
-                return self._ask(tokens, layers)
+                streams = self._ask(tokens, layers)
+                self.lost = False
+                return streams
             except OSError as error:
                 self.close()
                 where, why = self.address, reason(error)
-                if lost is None:
-                    lost = time.monotonic()
+                if not self.lost:
+                    self.lost, began = True, time.monotonic()
                     warnings.warn(f"the feature server at {where} is gone ({why}); it is tried again", stacklevel=2)
                 self.addresses = [*self.addresses[1:], where]
-                left = lost + self.patience.gone - time.monotonic()
+                left = began + self.patience.gone - time.monotonic()
                 if left <= 0:
+                    self.lost = False
                     raise FeatureError(
                         f"the feature server at {where} is gone ({why}), and was tried again for {self.patience.gone:g} seconds"
                     ) from error

@@ -34,6 +34,9 @@ class ResidualStreams(Protocol):
     def expect(self, tokens: Tensor, layers: Sequence[int]) -> None:
         """Say what will be asked for soon."""
 
+    asked_to_stop: Callable[[], bool]
+    """Set by who may give up waiting."""
+
     @property
     def ahead(self) -> int:
         """So many batches before they are needed it is worth to say so."""

@@ -195,6 +195,8 @@ class Trainer:
     ) -> None:
         """Train to the end, or until ``stop`` says so to any of the processes; saves when it is due, at the end and when stopped."""
         agenda = agenda or Agenda.of(self.config)
+        if self._streams is not None:
+            self._streams.asked_to_stop = stop
         going = True
         while going and self.step < self.config.steps:
             began, spent = time.monotonic(), time.process_time()
