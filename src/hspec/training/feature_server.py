@@ -57,7 +57,9 @@ class FeatureServerConfig(Strict):
 def needed_streams(config: DrafterConfig) -> list[int]:
     """Whose inputs a training asks for, first and last: those of taps, of layers whose K/V are read or whose weights it begins with, and
     what leaves the last layer."""
-    return sorted({*config.taps, *getattr(config, "kv_layers", ()), config.target.layers})
+    layers = config.target.layers
+    begun_with = {min(tap, layers - 1) for tap in config.taps}
+    return sorted({*config.taps, *begun_with, *getattr(config, "kv_layers", ()), layers})
 
 
 def served_target(
