@@ -80,5 +80,5 @@ def test_the_commands_have_these_options() -> None:
     assert len(lines) >= 6
     for words in lines:
         assert words[0] == "hspec"
-        known = {name for parameter in commands[words[1]].params for name in parameter.opts}
+        known = {name for parameter in commands[words[1]].params for name in (*parameter.opts, *parameter.secondary_opts)}
         assert {w for w in words if w.startswith("--")} <= known, words
