@@ -1,4 +1,4 @@
-"""vLLM as a feature server, by a server in this process that says and writes what vLLM's source does. vLLM itself has not been run."""
+"""vLLM as a feature server, by a server in this process that says and writes what vLLM does; test_vllm_serve.py has vLLM itself."""
 
 from __future__ import annotations
 
@@ -205,5 +205,6 @@ def test_the_plan_says_how_to_start_it(folder: Path, tmp_path: Path) -> None:
     assert layers == sorted(set(layers)) and layers[-1] == 4
     assert speculation["method"] == "extract_hidden_states" and transfer["kv_connector"] == "ExampleHiddenStatesConnector"
     assert vllm_options(layers) in line
+    assert json.loads(shlex.split(vllm_options(layers, host=True))[3])["kv_connector_module_path"] == "hspec.remote.vllm_host"
     with pytest.raises((UsageError, ValueError), match="no address of a feature server"):
         FeatureServerConfig(at=("http://gpu-node:8000", "gpu-node:7700"))

@@ -1,8 +1,7 @@
 """vLLM as a feature server: its method ``extract_hidden_states`` and the connector that writes what is extracted to files.
 
-Written against the source of vLLM 0.32 and tested against a server that writes such files; it has not been run with vLLM itself, whose
-connector needs a GPU. vLLM's layer ids are ours: id i is the residual stream that enters layer i, and the number of layers stands for what
-leaves the last one, before the final norm. A row is one request for one token; its files appear in a folder that vLLM and trainer both see.
+vLLM's layer ids are ours: id i is the residual stream that enters layer i, and the number of layers stands for what leaves the last one,
+before the final norm. A row is one request for one token; its file appears in a folder that vLLM and trainer both see.
 """
 
 from __future__ import annotations
@@ -43,15 +42,24 @@ class Head(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
-def vllm_options(layers: Sequence[int], folder: str = "FOLDER") -> str:
-    """What ``vllm serve TARGET`` must be told, so that it can be asked for the streams of these layers."""
+def vllm_options(layers: Sequence[int], folder: str = "FOLDER", host: bool = False) -> str:
+    """What ``vllm serve TARGET`` must be told, so that it can be asked for the streams of these layers.
+
+    Args:
+        folder: where its files appear. host: vLLM runs without CUDA (see :mod:`hspec.remote.vllm_host`).
+    """
     speculation = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
         "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}},
     }
+    connector = (
+        {"kv_connector": "HostHiddenStatesConnector", "kv_connector_module_path": "hspec.remote.vllm_host"}
+        if host
+        else {"kv_connector": "ExampleHiddenStatesConnector"}
+    )
     transfer = {
-        "kv_connector": "ExampleHiddenStatesConnector",
+        **connector,
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"shared_storage_path": folder},
     }
