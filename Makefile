@@ -30,7 +30,7 @@ serve-demo: $(SERVING_STAMP)
 	$(SERVING)/python -m hspec.serving.demo
 
 test-serve: $(SERVING_STAMP)
-	$(SERVING)/python -m pytest -m serve tests/serving
+	$(SERVING)/python -m pytest -m serve tests/serving tests/remote
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks

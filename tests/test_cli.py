@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from hspec.drafters.presets import PRESETS
 from hspec.training.checkpoints import Checkpoints
 from hspec.training.job import read_job
 from hspec.training.trainer import Trainer
+from tests.remote.helpers import serving
 from tests.saved import loaded, save_drafter_for, save_target, write_exchanges
 from tests.tiny import tiny_target
 
@@ -158,6 +160,19 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "resume with settings": (
         ["train", "-o", "{tmp}", "--resume", "--steps", "3", "--precision", "fp32", "--given-answers"], 2,
         "leave out --own-answers, --steps, --precision",
+    ),
+    "an address that is none": ([*TRAIN, "--feature-server", "here"], 2, "--feature-server: 'here' is no address of a feature"),
+    "answers by nobody": (
+        [*TRAIN[:-3], "--feature-server", "here:1", "-o", "{tmp}/run"], 2, "at a feature server, which writes no answers",
+    ),
+    "nobody at an address": ([*TRAIN, "--feature-server", "127.0.0.1:1"], 1, "no feature server at 127.0.0.1:1 (Connection refused)"),
+    "a server nowhere": (["serve-features", "{place}/target", "--listen", "7700"], 2, "'7700' is no address of a feature server"),
+    "a server of a strange type": (["serve-features", "{place}/target", "--dtype", "int8"], 2, "choose one of float32, bfloat16"),
+    "a server of two precisions": (
+        ["serve-features", "{place}/target", "--dtype", "float16", "--precision", "bf16"], 2, "choose fp32, or bf16 products of a",
+    ),
+    "a server where nobody may listen": (
+        ["serve-features", "{place}/target", "--listen", "unix:{place}/data.jsonl"], 2, "there is a file that is no socket",
     ),
     "training into a file": ([*TRAIN, "-o", "{place}/data.jsonl"], 2, "is a file, a folder is needed"),
     "training without a template": ([*TRAIN, "-t", "{place}/no-template"], 2, "has no chat template"),
@@ -471,6 +486,26 @@ def test_train_end_to_end(hspec: Run, place: Path, tmp_path: Path) -> None:
     assert too_far.code == 2 and "trained for 1 to 2" in too_far.err
     again = hspec(*training(place, tmp_path / "run"))
     assert again.code == 2 and "already holds a run: go on with --resume" in again.err
+
+
+def test_training_on_features_of_a_server(hspec: Run, place: Path, tmp_path: Path) -> None:
+    """Which is another process, ended by SIGTERM; the resumed run finds another one."""
+    command = [sys.executable, "-m", "hspec.cli", "serve-features", str(place / "target"), "--listen", f"unix:{tmp_path / 's'}"]
+    with subprocess.Popen([*command, "--threads", "1"], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None and "features of" in server.stdout.readline()
+            done = hspec(*training(place, tmp_path / "run", "--feature-server", f"unix:{tmp_path / 's'}", "--threads", 1))
+        finally:
+            server.terminate()
+        assert server.wait(20) == 0 and not (tmp_path / "s").exists()
+    assert (done.code, done.err) == (0, "")
+    assert hspec(*training(place, tmp_path / "here", "--threads", 1)).code == 0
+    one, two = (Checkpoints(tmp_path / run).read(4) for run in ("run", "here"))
+    assert all(torch.equal(one["drafter"][name], two["drafter"][name]) for name in two["drafter"])
+    with serving(loaded(place / "target")) as other:
+        again = hspec("train", "-o", tmp_path / "run", "--resume", "--feature-server", other.address, "--dry-run")
+        assert again.code == 0 and str(other.address) in again.out
+        assert hspec("train", "-o", tmp_path / "run", "--resume", "--feature-server", other.address).code == 0
 
 
 def test_a_dry_run_writes_nothing(hspec: Run, place: Path, tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,8 +24,13 @@ from unittest import mock
 import torch
 
 from hspec.errors import HSpecError
+from hspec.remote.address import Address
+from hspec.remote.server import FeatureServer
+from hspec.targets.sources import load_target
+from hspec.targets.target import Target
 from hspec.training.agenda import Agenda, Task
 from hspec.training.config import GrowthStage, TrainConfig
+from hspec.training.feature_server import FeatureServerConfig, served_target
 from hspec.training.processes import Processes
 from hspec.training.trainer import Trainer
 from tests.tiny import tiny_target
@@ -77,23 +84,42 @@ class BySteps(Agenda):
         return frozenset(task for task, count in self.every.items() if step % count == 0)
 
 
+@dataclass(frozen=True)
+class Served:
+    """A target in a folder, and where its layers run; nowhere else if no address is given."""
+
+    folder: Path
+    at: tuple[str, ...] = ()
+    patience: float = 0.0
+
+    def target(self, processes: Processes) -> Target:
+        if not self.at:
+            return load_target(str(self.folder))
+        config = FeatureServerConfig(at=self.at, patience=self.patience)
+        return served_target(str(self.folder), config, "fp32", "cpu", processes.rank, processes.count)
+
+
 # -- in the processes --------------------------------------------------------------------------------------------
 
 
-def trainer(folder: Path, shard: bool = False, **changes: Any) -> Trainer:
-    pattern = ("mamba", "attention", "mlp")
-    new = trainer_for(
-        TARGET, folder, config(**changes), processes=Processes.launched(), shard=shard, pattern=pattern, taps=[0, 1]
-    )
+def _serve(folder: Path, address: str) -> None:
+    torch.set_num_threads(1)
+    FeatureServer(load_target(str(folder)), Address.parse(address)).run()
+
+
+def trainer(folder: Path, shard: bool = False, served: Served | None = None, **changes: Any) -> Trainer:
+    processes, pattern = Processes.launched(), ("mamba", "attention", "mlp")
+    target = TARGET if served is None else served.target(processes)
+    new = trainer_for(target, folder, config(**changes), processes=processes, shard=shard, pattern=pattern, taps=[0, 1])
     if new.checkpoints.steps():
         new.resume()
     return new
 
 
-def train(folder: Path, shard: bool, kill_at: int | None, changes: dict[str, Any]) -> None:
+def train(folder: Path, shard: bool, kill_at: int | None, served: Served | None, changes: dict[str, Any]) -> None:
     """To the end, or to the ``kill_at``-th function that is called."""
     course = _kill_at(kill_at, folder)
-    one = trainer(folder, shard, **changes)
+    one = trainer(folder, shard, served, **changes)
     one.run(lambda _: None, agenda=BySteps({"report": 3, "validate": 4, "save": 2}))
     sys.setprofile(None)
     (folder / f"course-{one.processes.rank}.json").write_text(json.dumps(asdict(course)))
@@ -149,10 +175,15 @@ class End:
     """Of the error that it ended with."""
 
 
-def together(act: Callable[..., None], *arguments: Sequence[Any]) -> list[End]:
-    """Call it in as many processes as there are lists of arguments, which are ranks of one run."""
+def _forks() -> Any:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([__name__])
+    return context
+
+
+def together(act: Callable[..., None], *arguments: Sequence[Any]) -> list[End]:
+    """Call it in as many processes as there are lists of arguments, which are ranks of one run."""
+    context = _forks()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -174,7 +205,26 @@ def together(act: Callable[..., None], *arguments: Sequence[Any]) -> list[End]:
     return [End(code, hear.recv() if hear.poll() else "") for code, (hear, _) in zip(codes, pipes, strict=True)]
 
 
-def run(folder: Path, kill_at: Sequence[int | None] = (None,), shard: bool = False, **changes: Any) -> list[End]:
+def run(
+    folder: Path, kill_at: Sequence[int | None] = (None,), shard: bool = False, served: Served | None = None, **changes: Any
+) -> list[End]:
     """Train in as many processes as there are moments to kill them at, from where the folder stands."""
     folder.mkdir(exist_ok=True)
-    return together(train, *((folder, shard, moment, changes) for moment in kill_at))
+    return together(train, *((folder, shard, moment, served, changes) for moment in kill_at))
+
+
+@contextmanager
+def serving(folder: Path, address: str) -> Iterator[mp.Process]:
+    """A process that serves features of the target in a folder at a unix socket; killed at the end."""
+    process = _forks().Process(target=_serve, args=(folder, address))
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), *filter(None, sys.path)])):
+        process.start()
+    end = time.monotonic() + TIME_LIMIT
+    while not Path(address.removeprefix("unix:")).exists():
+        assert process.is_alive() and time.monotonic() < end
+        time.sleep(0.01)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()

@@ -11,8 +11,9 @@ from transformers import LlamaConfig
 from typer.main import get_command
 
 from hspec.cli import app
-from hspec.training.config import default_growth
+from hspec.training.config import TrainConfig, default_growth
 from hspec.training.conversations import read_conversations
+from hspec.training.feature_server import FeatureServerConfig
 from hspec.training.job import read_job
 from hspec.training.plan import plan
 from hspec.training.shape import choose_shape
@@ -45,6 +46,17 @@ def test_sources_and_servers(tmp_path: Path) -> None:
     assert read_job(server).answers.thinking == "off" and read_job(server).answers.model == "Qwen/Qwen3-8B"
 
 
+def test_feature_servers(tmp_path: Path) -> None:
+    own, vllm = (block for block in blocks("yaml") if block.startswith("feature_server"))
+    path = tmp_path / "a.yaml"
+    path.write_text(own)
+    job = read_job(path)
+    assert job.feature_server == FeatureServerConfig(at=("gpu-node:7700", "gpu-node:7701")) and job.train == TrainConfig()
+    path.write_text(vllm)
+    server = read_job(path).feature_server
+    assert server is not None and server.vllm and server.dtype == "bfloat16"
+
+
 def test_the_shape(tmp_path: Path) -> None:
     path = tmp_path / "my-shape.yaml"
     (text,) = (block for block in blocks("yaml") if "my-shape.yaml" in block)
@@ -68,5 +80,5 @@ def test_the_commands_have_these_options() -> None:
     assert len(lines) >= 6
     for words in lines:
         assert words[0] == "hspec"
-        known = {name for parameter in commands[words[1]].params for name in parameter.opts}
+        known = {name for parameter in commands[words[1]].params for name in (*parameter.opts, *parameter.secondary_opts)}
         assert {w for w in words if w.startswith("--")} <= known, words

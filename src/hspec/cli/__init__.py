@@ -9,12 +9,12 @@ import warnings
 
 import typer
 
-from hspec.cli import bench, costs, decode, drafters, evaluate, kv, serve, study, training
+from hspec.cli import bench, costs, decode, drafters, evaluate, features, kv, serve, study, training
 from hspec.cli.app import app
 from hspec.errors import HSpecError
 from hspec.files import reason
 
-COMMANDS = (decode, drafters, training, evaluate, study, costs, kv, serve, bench)
+COMMANDS = (decode, drafters, training, features, evaluate, study, costs, kv, serve, bench)
 """Importing a file registers its commands; help lists them in this order."""
 
 

@@ -49,6 +49,10 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, or bf16 where the processor has bf16 products.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of initialisation, order and anchors.")] = None,
+    feature_server: Annotated[
+        list[str] | None,
+        typer.Option(help="host:port of 'hspec serve-features', which runs the target's layers; may be given several times."),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, exactly where it stopped.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and stop.")] = False,
     shard: Annotated[
@@ -81,7 +85,7 @@ def train(
         "config": config, "target": target, "preset": preset, "method": method, "data": data, "own_answers": own_answers,
         "max_prompts": max_prompts, "init_from": init_from, "steps": steps, "precision": precision, "seed": seed,
     }  # fmt: skip
-    settings = processes.together(lambda: _settings(out, resume, given))
+    settings = processes.together(lambda: _settings(out, resume, given, feature_server))
     console = Console(highlight=False, quiet=not processes.main)
     how = "1" if processes.count == 1 else f"{processes.count}, {'FSDP2' if shard else 'DDP'}, on {processes.device.type}"
     processes.on_main(lambda: _show_plan(plan_of(settings, out, resume).lines | {"processes": how}, console))
@@ -100,8 +104,8 @@ def train(
     processes.close()
 
 
-def _settings(out: Path, resume: bool, given: dict[str, Any]) -> Any:
-    """The job: as it was saved if it is resumed, or from a file and the options that were given."""
+def _settings(out: Path, resume: bool, given: dict[str, Any], feature_server: list[str] | None) -> Any:
+    """The job: as it was saved if it is resumed, or from a file and the options that were given. Servers may have moved since."""
     from hspec.training.job import Job, override, read_job
     from hspec.training.plan import RUN_FILE, check_run
 
@@ -110,10 +114,10 @@ def _settings(out: Path, resume: bool, given: dict[str, Any]) -> Any:
         if names:
             raise UsageError(f"--resume takes the settings saved in {out}: leave out {names}")
         check_run(out, resume)
-        return read_job(out / RUN_FILE)
+        return override(read_job(out / RUN_FILE), {}, feature_server=feature_server)
     config = given.pop("config")
     train = {name: given.pop(name) for name in ("steps", "precision", "seed")}
-    return override(read_job(config) if config else Job(), train, **given)
+    return override(read_job(config) if config else Job(), train, feature_server=feature_server, **given)
 
 
 def _show_plan(lines: dict[str, str], console: Console) -> None:

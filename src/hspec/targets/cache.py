@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,14 +39,26 @@ class KVCache:
 
     Slot ``p`` of row ``b`` holds the token at position ``p``; rows have their own lengths. A forward *stages* rows
     behind each row's length; they count only once :meth:`advance` says so. Rolling back is therefore not advancing.
+
+    Args:
+        layers: which have room; None for all. Of the others there is nothing, ``[batch, kv_heads, 0, head_dim]``.
     """
 
-    def __init__(self, shape: CacheShape, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str):
+    def __init__(
+        self,
+        shape: CacheShape,
+        batch: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        layers: Collection[int] | None = None,
+    ):
         self.shape = shape
         self.capacity = capacity
-        size = (batch, shape.kv_heads, capacity, shape.head_dim)
-        self.keys = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
-        self.values = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
+        rooms = [capacity if layers is None or layer in layers else 0 for layer in range(shape.layers)]
+        sizes = [(batch, shape.kv_heads, room, shape.head_dim) for room in rooms]
+        self.keys = [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
+        self.values = [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
         self.lengths = [0] * batch
         self._staged = 0
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from hspec.cache_folder import cache_folder
@@ -26,6 +27,8 @@ SMOLLM2_NAME = "smollm2-135m-instruct-q4"
 
 ALIASES = {"smollm2": SMOLLM2_NAME, "smollm2-135m": SMOLLM2_NAME}
 Linears = Literal["packed", "bf16", "plain"]
+_MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+"""Of a hub's repository, what a folder in transformers' layout has."""
 
 
 def load_target(
@@ -46,7 +49,7 @@ def load_target(
     """
     name = ALIASES.get(source, source)
     model, tokenizer, provenance = _load(name, dtype)
-    template = ChatTemplate(tokenizer, prepend_bos=_missing_bos(tokenizer), extra_eos=_eos_ids(model))
+    template = ChatTemplate(tokenizer, prepend_bos=_missing_bos(tokenizer), extra_eos=_eos_ids(model.generation_config))
     return Target(model.to(device), template, name, provenance).prepare(linears)
 
 
@@ -80,6 +83,26 @@ def read_tokenizer(source: str) -> Any:
     place = str(model_folder(source))
     with _Explained(place):
         return AutoTokenizer.from_pretrained(place)
+
+
+def read_folder(source: str) -> tuple[Path, Any, ChatTemplate, str]:
+    """All of a model but its weights: its folder, its configuration, its chat template and its name. Of a hub id the safetensors files
+    are fetched too, if they are not here yet.
+
+    Raises:
+        UsageError: there is no such model, it is a GGUF file, or its family is not supported.
+        HSpecError: files are damaged.
+    """
+    place = model_folder(source)
+    with _Explained(str(place)):
+        folder = place if isinstance(place, Path) else Path(snapshot_download(place, allow_patterns=_MODEL_FILES))
+        config = AutoConfig.from_pretrained(folder)
+        _check_family(config, source)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        has_settings = (folder / "generation_config.json").is_file()
+        settings = GenerationConfig.from_pretrained(folder) if has_settings else GenerationConfig.from_model_config(config)
+    template = ChatTemplate(tokenizer, prepend_bos=_missing_bos(tokenizer), extra_eos=_eos_ids(settings))
+    return folder, config, template, ALIASES.get(source, source)
 
 
 def describe(source: str) -> Any:
@@ -251,8 +274,9 @@ def _smollm2_folder() -> Path:
     return folder
 
 
-def _eos_ids(model: Any) -> frozenset[int]:
-    ids = getattr(model.generation_config, "eos_token_id", None)
+def _eos_ids(settings: Any) -> frozenset[int]:
+    """Of a model's generation settings."""
+    ids = getattr(settings, "eos_token_id", None)
     return frozenset() if ids is None else frozenset(ids if isinstance(ids, list) else [ids])
 
 

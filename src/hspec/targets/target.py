@@ -155,6 +155,13 @@ class Target:
 
     # -- running it ----------------------------------------------------------------------------------------------
 
+    def read_kv(self, layers: Sequence[int]) -> None:
+        """Say whose K/V will be read of caches that are made from now on; here all layers' are there
+        (see :class:`hspec.targets.partial.PartialTarget`)."""
+
+    def expect(self, tokens: Tensor, taps: Sequence[int] = ()) -> None:
+        """Say what :meth:`forward` will be asked for soon, into an empty cache; a target whose layers run elsewhere has it begun."""
+
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         return KVCache(self.cache_shape, batch, capacity, self.dtype, self.device)
 

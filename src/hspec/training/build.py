@@ -21,8 +21,9 @@ from hspec.targets.sources import load_target
 from hspec.targets.target import Target
 from hspec.training.checkpoints import Checkpoints
 from hspec.training.data import Data, Say, prepare_data
+from hspec.training.feature_server import needed_streams, served_target
 from hspec.training.initialise import check_draft_vocabulary, draft_vocabulary, identity, initialise, mask_token
-from hspec.training.job import Job, with_block
+from hspec.training.job import Job, check_answerer, shape, with_block
 from hspec.training.log import cut_log
 from hspec.training.plan import RUN_FILE, check_run
 from hspec.training.processes import Processes
@@ -42,10 +43,11 @@ def build(job: Job, folder: Path, resume: bool, say: Say, processes: Processes =
         UsageError: the preset is for another target, or the folder holds another run, or none to resume.
         HSpecError: data, answers or state cannot be used, or the processes disagree.
     """
+    check_answerer(job)
     versions = {"the version of hspec": hspec.__version__, "the version of torch": torch.__version__}
     processes.agree(versions | {"--resume": resume, "--shard": shard, "the setting": job.model_dump(mode="json")})
     processes.together(lambda: _check_state(job, folder, processes.count) if resume else check_run(folder, resume))
-    target = processes.in_turn(lambda: training_target(job, str(processes.device)))
+    target = processes.in_turn(lambda: training_target(job, str(processes.device), processes.rank, processes.count))
     data = processes.in_turn(lambda: _data(job, target, say if processes.main else _silent))
     drafter = processes.together(
         lambda: load_checkpoint(folder, target).requires_grad_(True) if resume else new_drafter(job, target, data)
@@ -93,16 +95,24 @@ def _begin(job: Job, folder: Path) -> None:
     write_text(folder / RUN_FILE, yaml.safe_dump(json.loads(job.model_dump_json()), sort_keys=False))
 
 
-def training_target(job: Job, device: str = "cpu") -> Target:
-    """The frozen target as training runs it.
+def training_target(job: Job, device: str = "cpu", rank: int = 0, count: int = 1) -> Target:
+    """The frozen target as training runs it, here or at feature servers.
+
+    Args:
+        rank, count: of this process among those of the run.
 
     Raises:
         UsageError: no such target, one without a chat template, or hardware without the products that the job asks for.
+        HSpecError: a feature server is not there, or has another target.
     """
     half = job.train.precision == "bf16"
     if half and not has_bf16_products(torch.device(device)):
         raise UsageError("precision bf16 needs hardware with bf16 products (AVX512-BF16, AMX or a recent GPU): use fp32")
-    target = load_target(job.target, device, linears="bf16" if half else "packed")
+    if job.feature_server is None:
+        target = load_target(job.target, device, linears="bf16" if half else "packed")
+    else:
+        layers = needed_streams(shape(job))
+        target = served_target(job.target, job.feature_server, job.train.precision, device, rank, count, layers)
     if not target.tokenizer.chat_template:
         raise UsageError(
             f"{target.name} has no chat template, so there is no telling its turns apart: train on an instruction-tuned model"

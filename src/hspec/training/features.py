@@ -48,6 +48,7 @@ class FeatureSource:
         self.target, self.taps = target, list(config.taps)
         reads = isinstance(config, ParallelConfig) and config.attention is not None and config.attention.context == "target"
         self.kv_layers = sorted(set(config.kv_layers)) if reads and isinstance(config, ParallelConfig) else []
+        target.read_kv(self.kv_layers)
 
     def __call__(self, batch: Batch) -> Features:
         """Features of a batch, on the target's device."""
@@ -57,6 +58,10 @@ class FeatureSource:
         output = self.target.forward(tokens, cache, self.taps)
         cache.advance([T] * B)
         return Features(output.taps, output.hidden, cache.view())
+
+    def expect(self, batch: Batch) -> None:
+        """Say which batch will be asked for soon: where the target's layers run elsewhere, they begin with it."""
+        self.target.expect(batch.tokens, self.taps)
 
 
 class KeptFeatures(FeatureSource):
@@ -98,11 +103,20 @@ class KeptFeatures(FeatureSource):
                 self._fill(document, batch.tokens[row])
         return self._assembled(batch)
 
+    def expect(self, batch: Batch) -> None:
+        for row, document in enumerate(batch.documents):
+            if not self._store.filled[document]:
+                super().expect(self._alone(document, batch.tokens[row]))
+
+    def _alone(self, document: int, tokens: Tensor) -> Batch:
+        """A batch of one document, whose tokens may be padded: among others, products in bf16 may round otherwise, and a resumed run would
+        have other values than the undisturbed one, whose batches brought the document first in other company."""
+        return Batch(tokens[None, : self._starts[document + 1] - self._starts[document]], torch.empty(0))
+
     def _fill(self, document: int, tokens: Tensor) -> None:
-        """Run the target over a document alone: among others, products in bf16 may round otherwise, and a resumed run would have
-        other values than the undisturbed one, whose batches brought the document first in other company."""
+        """Run the target over a document."""
         span = slice(self._starts[document], self._starts[document + 1])
-        features = super().__call__(Batch(tokens[None, : span.stop - span.start], torch.empty(0)))
+        features = super().__call__(self._alone(document, tokens))
         streams = torch.cat((features.taps[0], features.hidden[0, :, None]), dim=1).float()  # [n, F + 1, hidden]
         scale = streams.square().mean(-1).sqrt().clamp_min(1e-6)
         parts = [(streams / scale[..., None]).flatten(1)]

@@ -19,6 +19,7 @@ from hspec.files import reason
 from hspec.targets.sources import ALIASES, describe
 from hspec.training.answers import AnswerSettings, Thinking
 from hspec.training.config import GrowthStage, TrainConfig
+from hspec.training.feature_server import FeatureServerConfig
 from hspec.training.shape import AUTO, choose_shape, explain
 from hspec.training.sources import PACKAGED_DATA, SourceConfig
 
@@ -83,6 +84,8 @@ class Job(Strict):
     copy_layers: bool = True
     """Start from the target's layers where sizes agree; otherwise all weights are random."""
     answers: AnswerConfig = AnswerConfig()
+    feature_server: FeatureServerConfig | None = None
+    """Where the target's layers run; by default in the trainer's own process."""
     train: TrainConfig = TrainConfig()
 
     @model_validator(mode="after")
@@ -132,10 +135,24 @@ def _with_known_keys(error: ValidationError) -> str:
         "answers": AnswerConfig,
         "train": TrainConfig,
         "growth": GrowthStage,
+        "feature_server": FeatureServerConfig,
         "data": SourceConfig,
     }
     section = next((str(part) for part in reversed(first["loc"][:-1]) if part in schemas), None)
     return f"{explain(error)}; known are {', '.join(schemas[section].model_fields if section else Job.model_fields)}"
+
+
+def check_answerer(job: Job) -> None:
+    """Whether there is someone to write the answers.
+
+    Raises:
+        UsageError: the target is to write them, and its layers run where nothing is written.
+    """
+    if job.feature_server is not None and job.own_answers and job.answers.server is None:
+        raise UsageError(
+            "the target's layers run at a feature server, which writes no answers: name a server that does (answers.server), or train on "
+            "the answers in the data (--given-answers)"
+        )
 
 
 def override(job: Job, train: dict[str, Any], **given: Any) -> Job:
@@ -145,6 +162,8 @@ def override(job: Job, train: dict[str, Any], **given: Any) -> Job:
         UsageError: a value that the schema refuses.
     """
     values = job.model_dump()
+    if (addresses := given.pop("feature_server", None)) is not None:
+        values["feature_server"] = (values["feature_server"] or {}) | {"at": addresses}
     values.update({name: value for name, value in given.items() if value is not None})
     values["train"].update({name: value for name, value in train.items() if value is not None})
     try:

@@ -12,6 +12,7 @@ from hspec.drafters.config import DrafterConfig
 from hspec.drafters.parameters import layout, parameters_by_part
 from hspec.drafters.presets import PRESETS
 from hspec.errors import HSpecError, UsageError
+from hspec.remote.vllm import vllm_options
 from hspec.targets.sources import ALIASES, describe
 from hspec.training.checkpoints import check_resumable, holds_run
 from hspec.training.config import TrainConfig
@@ -26,8 +27,9 @@ from hspec.training.estimate import (
     total_blocks,
     total_flops,
 )
+from hspec.training.feature_server import needed_streams
 from hspec.training.features import feature_bytes
-from hspec.training.job import Job, shape
+from hspec.training.job import Job, check_answerer, shape
 from hspec.training.objective import chunk_bytes
 from hspec.training.shape import preset_for
 from hspec.training.sources import check_source, describe_sources
@@ -52,6 +54,7 @@ def plan(job: Job, folder: Path, resume: bool = False) -> Plan:
         HSpecError: the disk is too small.
     """
     check_run(folder, resume)
+    check_answerer(job)
     check_trackers(job.train.trackers)
     for source in job.data:
         check_source(source)
@@ -79,7 +82,7 @@ def plan(job: Job, folder: Path, resume: bool = False) -> Plan:
     return Plan(
         {
             "method": config.method,
-            "target": f"{job.target} ({start}; {layout(config)})",
+            "target": f"{job.target} ({start}; {layout(config)})" + _where(job, config),
             "trainable parameters": f"{parameters / 1e6:.1f} M: "
             + ", ".join(f"{n} {v / 1e6:.2f}" for n, v in parts.items() if v),
             "data": describe_sources(job.data)
@@ -94,6 +97,15 @@ def plan(job: Job, folder: Path, resume: bool = False) -> Plan:
             f"{c.validate_minutes:g}",
         }
     )
+
+
+def _where(job: Job, config: DrafterConfig) -> str:
+    """Where the target's layers run, if not here, and what vLLM must be told for it."""
+    server = job.feature_server
+    if server is None:
+        return ""
+    options = f", started with {vllm_options(needed_streams(config))}" if server.vllm else ""
+    return f"; its layers run at {', '.join(server.at)}{options}"
 
 
 def run_flops(job: Job) -> float:

@@ -21,10 +21,17 @@ def share_of(batch: Batch, anchors: Anchors, rank: int, count: int) -> tuple[Bat
     if not rows:
         rows, valid = [0], valid & False
     width = max(1, int(valid[rows].sum(1).max()))
-    taken = replace(
+    return documents_of(batch, rank, count), Anchors(anchors.positions[rows, :width], valid[rows, :width])
+
+
+def documents_of(batch: Batch, rank: int, count: int) -> Batch:
+    """Those that :func:`share_of` gives a process."""
+    if count == 1:
+        return batch
+    rows = list(range(rank, batch.tokens.shape[0], count)) or [0]
+    return replace(
         batch,
         tokens=batch.tokens[rows],
         supervised=batch.supervised[rows],
         documents=tuple(batch.documents[row] for row in rows),
     )
-    return taken, Anchors(anchors.positions[rows, :width], valid[rows, :width])

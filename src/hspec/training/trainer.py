@@ -8,13 +8,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from hspec.drafters.checkpoint import save_drafter
 from hspec.drafters.drafter import Drafter
 from hspec.errors import HSpecError
+from hspec.remote.client import FeatureError
+from hspec.targets.partial import PartialTarget
 from hspec.targets.target import Target
 from hspec.training.agenda import Agenda
 from hspec.training.blocks import BlockBatch, cut_blocks, draw_anchors
@@ -28,7 +30,7 @@ from hspec.training.learner import Learner
 from hspec.training.log import cut_log
 from hspec.training.loss import BlockLoss, LossSums
 from hspec.training.processes import Processes
-from hspec.training.shares import share_of
+from hspec.training.shares import documents_of, share_of
 from hspec.training.state import PROCESSES, check_same, check_settings
 from hspec.training.trackers import Trackers
 from hspec.training.validation import Meter, Validation
@@ -36,6 +38,7 @@ from hspec.training.validation import Meter, Validation
 FEATURES_FILE = "features.bin"
 BEST = "best"
 ALONE = Processes()
+T = TypeVar("T")
 
 
 class Trainer:
@@ -64,6 +67,9 @@ class Trainer:
         self._facts = self._known_facts()
         processes.agree(self._facts | {"the drafter": drafter.config.model_dump(mode="json")})
         self._streamed = FeatureSource(target, drafter.config)
+        self._streams = target.streams if isinstance(target, PartialTarget) else None
+        self._expected = 0
+        """Up to this step the target's layers know what will be asked of them, if they run elsewhere."""
         self.features = self._streamed if config.features == "stream" else self._kept_features()
         self.validation = Validation(held_out, config, self._streamed, self.slots) if held_out else None
         self.trackers = Trackers(folder, config.trackers, config.model_dump(mode="json"))
@@ -97,7 +103,12 @@ class Trainer:
             "the hash of the target's weights": self.target.weight_hash(),
             "the hash of the draft vocabulary": hashlib.sha256(draft_ids).hexdigest()[:16],
             PROCESSES: self.processes.count,
-        }
+        } | self._arithmetic()
+
+    def _arithmetic(self) -> dict[str, str]:
+        """A fact only where the target is run in another type elsewhere than it would be here."""
+        other = self.target.streams.arithmetic if isinstance(self.target, PartialTarget) else None
+        return {} if other is None else {"the type in which the target's layers are run": other}
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -108,11 +119,13 @@ class Trainer:
         joined batch.
 
         Raises:
-            HSpecError: loss or gradients are not finite; the weights are as before.
+            HSpecError: loss or gradients are not finite, or a feature server is lost; the weights are as before, and in the second case
+            they are saved.
         """
         stage, processes = self.config.stage(self.step), self.processes
         batch = self.stream.batch(self.step)
-        blocks = processes.together(lambda: self._blocks(batch, stage.slots, stage.density, self.step, self.features))
+        blocks = self._present(lambda: self._blocks(batch, stage.slots, stage.density, self.step, self.features))
+        self._announce()
         total, sums = self.learner.loss(blocks, self.config.weights(self.step), self.step / self.config.steps)
         count = int(blocks.weight[..., 0].sum())
         ids = tuple(self.stream.examples[i].id for i in batch.documents[processes.rank :: processes.count])
@@ -134,6 +147,41 @@ class Trainer:
         batch, anchors = share_of(batch, anchors, self.processes.rank, self.processes.count)
         return cut_blocks(source(batch), batch, anchors, slots)
 
+    # -- features from elsewhere ---------------------------------------------------------------------------------
+
+    def _announce(self) -> None:
+        """Have the features of the next steps begun, while this one's are worked on."""
+        ahead = 0 if self._streams is None else self._streams.ahead
+        for step in range(max(self._expected, self.step) + 1, min(self.step + ahead, self.config.steps - 1) + 1):
+            self.features.expect(documents_of(self.stream.batch(step), self.processes.rank, self.processes.count))
+            self._expected = step
+
+    def _present(self, act: Callable[[], T]) -> T:
+        """What all processes make of the target's features.
+
+        Raises:
+            FeatureError: of one of them they are lost; the state is saved.
+        """
+        return self._unless_lost(self._attempted(act))
+
+    def _attempted(self, act: Callable[[], T]) -> T | FeatureError:
+        def attempt() -> T | FeatureError:
+            try:
+                return act()
+            except FeatureError as error:
+                return error
+
+        return self.processes.together(attempt)
+
+    def _unless_lost(self, outcome: T | FeatureError) -> T:
+        lost = outcome if isinstance(outcome, FeatureError) else None
+        if self._streams is not None and any(self.processes.gather(lost is not None)):
+            if self._saved != self.step:
+                self.save()
+            self.processes.together(lambda: _give_up(lost, self.step))
+        assert not isinstance(outcome, FeatureError)
+        return outcome
+
     def _stop(self, what: str, tallies: Sequence[Tally]) -> None:
         def fail() -> None:
             raise diverged(what, self.step, tallies, self.folder)
@@ -147,6 +195,8 @@ class Trainer:
     ) -> None:
         """Train to the end, or until ``stop`` says so to any of the processes; saves when it is due, at the end and when stopped."""
         agenda = agenda or Agenda.of(self.config)
+        if self._streams is not None:
+            self._streams.asked_to_stop = stop
         going = True
         while going and self.step < self.config.steps:
             began, spent = time.monotonic(), time.process_time()
@@ -189,8 +239,8 @@ class Trainer:
             return {}
         validation = self.validation
         with self.learner.averaged():
-            meter = self.processes.together(lambda: validation(self.loss, self.processes.rank, self.processes.count))
-        record = self._log("held-out", self._pooled(meter), 0.0)
+            meter = self._attempted(lambda: validation(self.loss, self.processes.rank, self.processes.count))
+        record = self._log("held-out", self._pooled(self._unless_lost(meter)), 0.0)
         if record["tau_sampling"] > self.best:
             self.best = record["tau_sampling"]
             self._save_average(self.folder / BEST)
@@ -259,7 +309,7 @@ class Trainer:
     def _restore(self, step: int) -> None:
         state, where = self.checkpoints.read(step), str(self.checkpoints.place(step))
         check_settings(state["config"], self.config, where)
-        check_same(state["facts"], self._facts, where)
+        check_same(state["facts"], dict.fromkeys(state["facts"]) | self._facts, where)
         try:
             self.learner.restore(state)
         except (RuntimeError, KeyError, ValueError) as error:
@@ -271,3 +321,8 @@ class Trainer:
         self.core_seconds = state["core_seconds"][self.processes.rank]
         meter = state["meters"][self.processes.rank]
         self.meter = Meter(**meter | {"calibration": Calibration(**meter["calibration"])})
+
+
+def _give_up(lost: FeatureError | None, step: int) -> None:
+    if lost is not None:
+        raise FeatureError(f"{lost}. The state of step {step} is saved: --resume goes on from it") from lost

@@ -137,7 +137,10 @@ class Validation:
         meter, weights = Meter(), self.config.weights(self.config.steps)
         for index in range(part, self.stream.batches_per_epoch, parts):
             batch = self.stream.batch(index)
-            blocks = cut_blocks(self.source(batch), batch, fixed_anchors(batch, self.stream.examples), self.slots)
+            features = self.source(batch)
+            if index + parts < self.stream.batches_per_epoch:
+                self.source.expect(self.stream.batch(index + parts))
+            blocks = cut_blocks(features, batch, fixed_anchors(batch, self.stream.examples), self.slots)
             meter.add(loss(blocks, weights, 1.0), int(blocks.weight[..., 0].sum()))
         return meter
 
