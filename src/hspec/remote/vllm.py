@@ -6,7 +6,6 @@ before the final norm. A row is one request for one token; its file appears in a
 
 from __future__ import annotations
 
-import fcntl
 import json
 import time
 from collections.abc import Sequence
@@ -162,6 +161,8 @@ class VllmClient(PatientClient[str]):
 
     def _wait_for(self, lock: Path, path: Path) -> None:
         """Until vLLM has let go of the lock, which it holds from before it answers until the file is whole."""
+        import fcntl  # only here: it is not everywhere, and plans of all runs come by this file
+
         end = time.monotonic() + self.patience.silent
         try:
             with lock.open() as file:
