@@ -116,7 +116,7 @@ def _layout() -> Finding:
         name = f"CPU_ATTN/{isa}"
         if name not in LAYOUTS:
             return Finding("KV layout", False, f"{name} is not one that the plugin reads ({', '.join(LAYOUTS)})")
-        check_pages(pages, LAYOUTS[name], writer, "a trial layer")
+        check_pages(pages, LAYOUTS[name], writer, pages.shape[1], "a trial layer")
     except (HSpecError, RuntimeError, AttributeError, ImportError) as error:
         return Finding("KV layout", False, str(error).splitlines()[0])
     return Finding("KV layout", True, f"{name}: what is read from the pages is what was written")
