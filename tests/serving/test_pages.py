@@ -139,5 +139,11 @@ def test_self_test_refuses_another_layout(written, read):
     assert torch.equal(pages, before)
 
 
+def test_self_test_refuses_heads_of_others():
+    pages = torch.randn(BLOCKS, KV, BLOCK, 2 * D)
+    with pytest.raises(HSpecError, match=f"layer 7 hold {KV} KV heads, and the drafter attends to 1: vLLM spreads heads"):
+        check_pages(pages, flash, writer(pages, flash), 1, "layer 7")
+
+
 def test_every_known_layout_is_one_of_these():
     assert set(LAYOUTS.values()) == {cpu_vec, flash}
