@@ -23,7 +23,16 @@ from tests.tiny import tiny_drafter, tiny_target
 K = 4
 HEADS = {2: (4, 2), 3: (6, 3), 4: (4, 2), 6: (6, 2)}
 """Query and KV heads by ranks: with 4 and 6, several ranks have the same KV head."""
-READING = ("hspec", "hspec-no-state", "hspec-no-kv", "attention-only", "mamba-only", "dflash-kv", "hspec-dflash2", "hspec-domino")
+READING = (
+    "hspec",
+    "hspec-no-state",
+    "hspec-no-kv",
+    "attention-only",
+    "mamba-only",
+    "dflash-kv",
+    "hspec-dflash2",
+    "hspec-domino",
+)
 
 
 @dataclass(frozen=True)

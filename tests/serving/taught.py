@@ -64,7 +64,7 @@ def teach(target: Target, method: str, texts: Sequence[Example], folder: Path, s
 
 @torch.no_grad()
 def from_scratch(target: Target, drafter: Drafter, tokens: list[int], k: int) -> list[int]:
-    """What is drafted behind these tokens if the target runs them at once, and the drafter's memory, if it keeps anything, is made of that."""
+    """What is drafted behind these tokens if the target runs them at once, and of that the drafter's memory is made, if it has one."""
     cache = target.new_cache(1, len(tokens))
     output = target.forward(torch.tensor([tokens[:-1]]), cache, drafter.taps)
     cache.advance([len(tokens) - 1])

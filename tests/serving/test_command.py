@@ -50,7 +50,9 @@ def test_what_is_no_refusal():
     assert command.ranks_of(given) == 2 and command.ranks_of({}) == 1
 
 
-@pytest.mark.parametrize("cores, ranks, bound", [((0, 1, 2, 3), 2, "0,1|2,3"), ((4, 7, 5), 2, "4|5"), ((1,), 2, "1|1"), ((0, 1), 3, "0|1|0")])
+@pytest.mark.parametrize(
+    "cores, ranks, bound", [((0, 1, 2, 3), 2, "0,1|2,3"), ((4, 7, 5), 2, "4|5"), ((1,), 2, "1|1"), ((0, 1), 3, "0|1|0")]
+)
 def test_cores_of_ranks(cores, ranks, bound):
     assert command.bindings(cores, ranks) == bound
 
@@ -71,7 +73,7 @@ def test_a_target_that_cannot_be_spread():
     heads = SimpleNamespace(model_type="llama", num_attention_heads=9, num_key_value_heads=3)
     command.check_model("org/model", heads, 3)
     with pytest.raises(
-        UsageError, match="org/model has 9 query heads and 3 KV heads, which 2 ranks cannot share: .*-size of 1, 3 or 9$"
+        UsageError, match=r"org/model has 9 query heads and 3 KV heads, which 2 ranks cannot share: .*-size of 1, 3 or 9$"
     ):
         command.check_model("org/model", heads, 2)
 

@@ -77,10 +77,13 @@ def _device() -> Finding:
     name = current_platform.device_type
     if name == "cuda":
         return Finding(
-            "device", True, f"{torch.cuda.get_device_name(0)} (this plugin has not been run on a GPU yet: docs/serving.md)"
+            "device",
+            True,
+            f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)} (this plugin has not been run on a GPU yet: docs/serving.md)",
         )
     if name == "cpu":
-        return Finding("device", True, f"CPU, {torch.get_num_threads()} threads")
+        nodes = command.memory_nodes()
+        return Finding("device", True, f"CPU, {torch.get_num_threads()} threads, {nodes} NUMA node{'s' if nodes > 1 else ''}")
     return Finding("device", False, f"vLLM found the platform {name!r}; the plugin is written for cuda and cpu")
 
 
