@@ -45,10 +45,10 @@ class Served:
     def engine(self, speculate: bool = True, **settings: Any) -> VllmEngine:
         return VllmEngine(speculate, self.folders, **({"max_model_len": 256, "block_size": BLOCK} | settings))
 
-    def kv_tokens(self) -> int:
-        """That fit into the space of one rank with the drafter's layers, if it has any, beside the target's."""
+    def kv_tokens(self, ranks: int = 1) -> int:
+        """That fit with the drafter's layers, if it has any, beside the target's; ``ranks`` divide the KV heads of both."""
         own, theirs = self.drafter.memory_shape, self.target.cache_shape
-        block = sum(BLOCK * s.layers * s.kv_heads * s.head_dim * 2 * 4 for s in (own, theirs) if s is not None)
+        block = sum(BLOCK * s.layers * s.kv_heads // ranks * s.head_dim * 2 * 4 for s in (own, theirs) if s is not None)
         return SPACE // block * BLOCK
 
 

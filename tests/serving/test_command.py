@@ -73,7 +73,7 @@ def test_a_target_that_cannot_be_spread():
     heads = SimpleNamespace(model_type="llama", num_attention_heads=9, num_key_value_heads=3)
     command.check_model("org/model", heads, 3)
     with pytest.raises(
-        UsageError, match=r"org/model has 9 query heads and 3 KV heads, which 2 ranks cannot share: .*-size of 1, 3 or 9$"
+        UsageError, match=r"org/model has 9 query heads and 3 KV heads, which 2 ranks cannot share: .*allow 1, 3 or 9\)$"
     ):
         command.check_model("org/model", heads, 2)
 

@@ -83,11 +83,11 @@ def check_ranks(config: DrafterConfig, ranks: int, where: str) -> None:
 
 
 def heads_refusal(heads: int, kv_heads: int, ranks: int) -> str:
-    """The end of a sentence about heads that cannot be spread; the numbers of ranks that they can be are in it."""
+    """The end of a sentence about heads that cannot be spread; it has the numbers of ranks over which they can be."""
     fitting = [n for n in range(1, heads + 1) if can_share(heads, kv_heads, n)]
     return (
-        f"{heads} query heads and {kv_heads} KV heads, which {ranks} ranks cannot share: choose a --tensor-parallel-size of "
-        f"{_either(fitting)}"
+        f"{heads} query heads and {kv_heads} KV heads, which {ranks} ranks cannot share: choose another --tensor-parallel-size (these "
+        f"heads allow {_either(fitting)})"
     )
 
 
