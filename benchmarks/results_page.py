@@ -2,6 +2,7 @@
 
     python benchmarks/results_page.py collect study ~/study                  # a study, finished or not
     python benchmarks/results_page.py collect k-sweep ~/k-sweep              # a folder of 'hspec eval'
+    python benchmarks/results_page.py collect serving ~/serving              # a folder of 'hspec bench serve'
     python benchmarks/results_page.py collect costs costs.json               # what a command printed with --json
     python benchmarks/results_page.py render                                 # docs/results/*.json + results.md.j2 -> docs/results.md
 
@@ -18,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 
 from hspec.drafters.parameters import parameters_by_part
 from hspec.errors import HSpecError, UsageError
 from hspec.evaluation.statistics import in_words
 from hspec.evaluation.study import read_study
 from hspec.evaluation.study_run import RESULT_FILE, is_done
+from hspec.evaluation.throughput import NONE, SUMMARY_FILE
 from hspec.files import write_text
 from hspec.training.job import shape
 
@@ -37,7 +40,7 @@ KEPT = ("method", "k", "seeds", "tasks", "tau", "speedup", "acceptance", "draft_
 
 
 def collect(place: Path) -> Any:
-    """The little that the page needs of a study's folder, an evaluation's, or a JSON or JSONL file.
+    """The little that the page needs of a study's folder, an evaluation's, a bench's, or a JSON or JSONL file.
 
     Raises:
         UsageError: it is none of these.
@@ -46,12 +49,15 @@ def collect(place: Path) -> Any:
         return of_study(place)
     if (place / "summary.json").is_file():
         return of_evaluation(json.loads((place / "summary.json").read_text(encoding="utf-8")))
+    if (place / SUMMARY_FILE).is_file():
+        bench = json.loads((place / SUMMARY_FILE).read_text(encoding="utf-8"))
+        return rounded({key: value for key, value in bench.items() if key != "entrants"})  # folders of this machine
     if place.is_file():
         text = place.read_text(encoding="utf-8")
         if place.suffix == ".jsonl":  # of transfer.py; a target's name is its folder here
             return rounded([{k: v for k, v in json.loads(line).items() if k != "name"} for line in text.splitlines()])
         return rounded(json.loads(text))
-    raise UsageError(f"{place}: not the folder of a study or of an evaluation, and not a JSON file")
+    raise UsageError(f"{place}: not the folder of a study, an evaluation or a bench, and not a JSON file")
 
 
 def of_evaluation(summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,6 +200,15 @@ def trainings(study: Mapping[str, Any]) -> str:
     return table(header, rows)
 
 
+def courses(study: Mapping[str, Any], marks: Sequence[float] = (0.25, 0.5, 0.75, 1.0)) -> str:
+    """Estimated tau on the way, at shares of the blocks: linear between the validations before and after, from 1 at none."""
+    rows = []
+    for r in study["runs"]:
+        blocks, taus = [0, *(c[0] for c in r["course"])], [1.0, *(c[2] for c in r["course"])]
+        rows.append([f"{r['label']} {r['seed']}", *(f"{np.interp(mark * r['blocks'], blocks, taus):.3f}" for mark in marks)])
+    return table(["training", *(f"{mark:.0%} of the blocks" for mark in marks)], rows)
+
+
 def positions(study: Mapping[str, Any]) -> str:
     """Conditional acceptance by position in validation, a row a training."""
     width = max(len(r["acceptance"]) for r in study["runs"])
@@ -210,6 +225,47 @@ def first_seeds(study: Mapping[str, Any]) -> str:
 def drafting(found: Mapping[str, Any], k: int) -> dict[str, Any]:
     """Of a setting the entrants that draft k tokens."""
     return {**found, "entrants": {name: e for name, e in found["entrants"].items() if e["k"] == k}}
+
+
+def throughputs(bench: Mapping[str, Any]) -> str:
+    """A row a concurrency, a column a method: tokens a second, over those without drafts (the rounds' least .. most), and tau."""
+    methods = bench["methods"]
+    rows = []
+    for concurrency in methods[NONE]:
+        row = [concurrency]
+        for name, cells in methods.items():
+            cell = cells[concurrency]
+            said = f"{cell['throughput']:.1f}"
+            if name != NONE:
+                tau = "" if cell["tau"] is None else f"; tau {cell['tau']:.2f}"
+                said += f" ({cell['ratio']:.2f}x, {min(cell['ratios']):.2f} .. {max(cell['ratios']):.2f}{tau})"
+            row.append(said)
+        rows.append(row)
+    return table(["at once", *methods], rows)
+
+
+def rooms(bench: Mapping[str, Any]) -> str:
+    """A row a method: tokens that the KV cache has room for, and what was held and preempted at each concurrency."""
+    rows = []
+    for name, cells in bench["methods"].items():
+        room = next(iter(cells.values()))["kv_tokens"]
+        held = [f"{100 * cell['kv_peak']:.0f} %, {cell['preemptions']}" for cell in cells.values()]
+        rows.append([name, f"{room:,}", *held])
+    return table(["method", "room for tokens", *(f"C = {c}" for c in bench["methods"][NONE])], rows)
+
+
+def drafting_costs(costs: Mapping[str, Any], length: int) -> str:
+    """At a context length, a row a method, a column a number of sequences: ms a step of drafting, injection included."""
+    found = [c for c in costs["drafting"] if c["length"] == length]
+    counts, names = (dict.fromkeys(c[key] for c in found) for key in ("concurrency", "method"))
+    cells = {(c["method"], c["concurrency"]): c for c in found}
+    rows = [[name, *(_in_parts(cells[name, n]) for n in counts)] for name in names]
+    return table([f"{length} tokens", *(f"{n} at once" for n in counts)], rows)
+
+
+def _in_parts(cost: Mapping[str, Any]) -> str:
+    whole = f"{cost['total_ms']:.1f}"
+    return f"{whole} ({cost['inject_ms']:.1f} of them to inject)" if cost["inject_ms"] else whole
 
 
 def transfer(found: Sequence[Mapping[str, Any]]) -> str:
@@ -233,7 +289,23 @@ def render() -> str:
         loader=jinja2.FileSystemLoader(TEMPLATE.parent), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip
-    tools = (taus_by_task, means, acceptance, bins, pairs, trainings, positions, first_seeds, drafting, transfer, in_words)
+    tools = (
+        taus_by_task,
+        means,
+        acceptance,
+        bins,
+        pairs,
+        trainings,
+        positions,
+        courses,
+        first_seeds,
+        drafting,
+        transfer,
+        in_words,
+        throughputs,
+        rooms,
+        drafting_costs,
+    )
     try:
         return environment.get_template(TEMPLATE.name).render(**{tool.__name__: tool for tool in tools}, data=data)
     except jinja2.UndefinedError as error:

@@ -39,7 +39,7 @@ def test_what_is_kept_of_an_evaluation(target: Target, drafter: ParallelDrafter,
     assert page.means(kept).splitlines()[0] == "| drafter | tau, greedy |"
     (tmp_path / "rows.jsonl").write_text('{"a": 0.123456789, "name": "/here"}\n{"a": [1]}\n')
     assert page.collect(tmp_path / "rows.jsonl") == [{"a": 0.123457}, {"a": [1]}]
-    with pytest.raises(UsageError, match="not the folder of a study or of an evaluation"):
+    with pytest.raises(UsageError, match="not the folder of a study, an evaluation or a bench"):
         page.collect(tmp_path / "gone")
 
 
@@ -68,4 +68,36 @@ def test_an_unfinished_study(tmp_path: Path) -> None:
     rows = page.trainings(study).splitlines()
     assert rows[2] == "| hspec | 0 | 18.9 M | 200 | 0.2 | 20 | 2.000 | 1.200 | 1.000 | 0.020 |"
     assert rows[3].endswith("| 1.000 | - |") and page.first_seeds(study) == "dflash 1.200, hspec 1.200"
+    assert page.courses(study, (0.25, 0.75)).splitlines()[0] == "| training | 25% of the blocks | 75% of the blocks |"
+    assert page.courses(study, (0.25, 0.75)).splitlines()[2] == "| hspec 0 | 1.050 | 1.150 |"
     assert page.positions(study).splitlines()[2] == "| hspec 0 | 0.500 | - |"
+
+
+def test_a_bench_and_costs(tmp_path: Path) -> None:
+    page = script("results_page")
+
+    def cell(throughput: float, ratios: list[float], tau: float | None) -> dict[str, object]:
+        return {"throughput": throughput, "ratio": ratios[0] if ratios else None, "ratios": ratios, "tau": tau, "kv_peak": 0.5,
+                "kv_tokens": 4480, "preemptions": 2}  # fmt: skip
+
+    methods = {
+        "none": {"1": cell(20, [], None)},
+        "hspec": {"1": cell(30, [1.5, 1.4, 1.6], 1.87)},
+        "ngram": {"1": cell(10, [0.5], None)},
+    }
+    (tmp_path / "serving.json").write_text(json.dumps({"plan": {}, "entrants": {"hspec": "/here"}, "methods": methods}))
+    bench = page.collect(tmp_path)
+    assert set(bench) == {"plan", "methods"}, "where drafters lie is nobody's business"
+    assert page.throughputs(bench).splitlines()[0] == "| at once | none | hspec | ngram |"
+    assert (
+        page.throughputs(bench).splitlines()[2]
+        == "| 1 | 20.0 | 30.0 (1.50x, 1.40 .. 1.60; tau 1.87) | 10.0 (0.50x, 0.50 .. 0.50) |"
+    )
+    assert page.rooms(bench).splitlines()[3] == "| hspec | 4,480 | 50 %, 2 |"
+    costs = {"drafting": [
+        {"method": "hspec", "concurrency": 1, "length": 512, "inject_ms": 0.0, "total_ms": 3.0},
+        {"method": "dspark", "concurrency": 1, "length": 512, "inject_ms": 1.0, "total_ms": 5.0},
+        {"method": "dspark", "concurrency": 1, "length": 1024, "inject_ms": 1.0, "total_ms": 6.0},
+    ]}  # fmt: skip
+    rows = page.drafting_costs(costs, 512).splitlines()
+    assert rows[2:] == ["| hspec | 3.0 |", "| dspark | 5.0 (1.0 of them to inject) |"]

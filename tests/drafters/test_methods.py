@@ -90,6 +90,23 @@ def test_a_module_removed_is_made_up_for(preset: str) -> None:
         assert abs(parameters(config) / parameters(base) - 1) < 0.001 < 0.052
 
 
+@pytest.mark.parametrize("preset", [*PAPER, "smollm2-135m"])
+def test_parameters_are_matched_on_demand(preset: str) -> None:
+    base = PRESETS[preset]
+    for name in TRAINED:
+        if METHODS[name].passes is None:
+            with pytest.raises(UsageError, match=f"{name} is not matched in parameters"):
+                configuration(name, base, matched=True)
+            continue
+        config, plain = configuration(name, base, matched=True), configuration(name, base)
+        if name != "hspec-dflash2":  # its convolution and selector come on top of H-Spec, and nothing of it is narrowed
+            assert abs(parameters(config) / parameters(base) - 1) < 0.02
+        if isinstance(config, ParallelConfig) and isinstance(plain, ParallelConfig):
+            assert differences(plain, config) <= {"pattern", "intermediate_size", "attention", "kv_layers"}
+            assert config.attention is None or len(config.attention.rope) == config.pattern.count("attention")
+    assert configuration("hspec", base, matched=True) is base
+
+
 @pytest.mark.parametrize(("preset", "percent"), zip(PAPER, [-1.94, -1.87, -2.94], strict=True))
 def test_hspec_has_the_parameters_of_five_layers_of_dspark(preset: str, percent: float) -> None:
     """The paper: within 2.9 %; the largest difference, 2.936 %, is that when rounded (docs/methods.md has the arithmetic)."""

@@ -123,7 +123,7 @@ def test_equal_time() -> None:
 
 def test_what_ships_and_what_is_wrong(tmp_path: Path) -> None:
     shipped = read_study(None)
-    seeds = {entry.method: len(entry.seeds) for entry in shipped.entries}
+    seeds = {entry.label: len(entry.seeds) for entry in shipped.entries}
     assert all(seeds[m] == 3 for m in ("hspec", "dspark", "dflash", "dflash-kv", "attention-only"))
     for change, said in [
         ({"entries": [{"method": "ar"}]}, "no method 'ar' that is trained"),

@@ -11,6 +11,7 @@ import torch
 import yaml
 from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
+from hspec.drafters.config import ParallelConfig
 from hspec.drafters.presets import PRESETS
 from hspec.errors import UsageError
 from hspec.targets.target import Target
@@ -80,6 +81,23 @@ def test_a_made_drafter_starts_from_the_targets_layers(family: str) -> None:
     assert torch.equal(attention.q_proj.weight, weights["self_attn.q_proj.weight"])
     mlp = drafter.layers[config.pattern.index("attention") + 1]
     assert torch.equal(mlp.up_proj.weight, weights["mlp.up_proj.weight"])
+
+
+@pytest.mark.parametrize("method", ["attention-only", "mamba-only"])
+def test_a_widened_mlp_begins_as_the_targets(method: str) -> None:
+    """An ablation that widens must not begin behind one that does not."""
+    target = tiny_target()
+    base = preset_for(target.config, target.name)
+    config = choose_shape("auto", target.name, target.config, method)
+    assert isinstance(config, ParallelConfig) and config.intermediate_size > base.intermediate_size
+    drafter = initialise(config, target, torch.arange(config.draft_vocab_size), 0)
+    whole = initialise(base, target, torch.arange(base.draft_vocab_size), 0)
+    x = torch.randn(2, 3, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    wide, plain = drafter.layers[config.pattern.index("mlp")], whole.layers[base.pattern.index("mlp")]
+    torch.testing.assert_close(wide(x), plain(x))
+    wide(x).sum().backward()
+    units = wide.down_proj.weight.grad[:, base.intermediate_size :]
+    assert (units != 0).all()  # they can learn
 
 
 def gemma(layers: int = 3) -> Target:

@@ -38,7 +38,7 @@ def costs(
 
     from hspec.drafters.presets import PRESETS
     from hspec.evaluation.compare import configurations
-    from hspec.evaluation.costs import drafting_costs, layer_target, verification_costs
+    from hspec.evaluation.costs import ACCEPTED, drafting_costs, layer_target, verification_costs
     from hspec.targets.sources import load_target
 
     if threads:
@@ -65,6 +65,7 @@ def costs(
         "device": device,
         "repeats": repeats,
         "drafters": "random weights",
+        "injected": ACCEPTED,
     }
     if as_json:
         rows_ = [{**asdict(c), "total_ms": c.total_ms} for c in drafting]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from hspec.drafters.config import DrafterConfig, EagleConfig, ParallelConfig, ReDrafterConfig
 from hspec.drafters.parameters import parameters_by_part
@@ -16,6 +16,11 @@ from hspec.errors import UsageError
 
 MATCH_STEP = 16
 """Widths that are searched to match parameters are multiples of this."""
+
+MATCHED = 1.02
+"""Parameters are matched if there are no more than so many times H-Spec's."""
+
+MOST_LAYERS = 12
 
 
 @dataclass(frozen=True)
@@ -28,9 +33,12 @@ class TargetLayers:
     """The nearest layer whose K/V reach back as far as a drafter's window."""
 
 
+Stacked = TypeVar("Stacked", bound=ParallelConfig | EagleConfig)
+
 UNCONFIDENT = {"confidence_with_markov": False, "confidence_head": False}
 
-Derive = Callable[[ParallelConfig, TargetLayers], DrafterConfig]
+Derive = Callable[[ParallelConfig, TargetLayers, int | None], DrafterConfig]
+"""From H-Spec's configuration, the target's layers, and how many layers a stack of them has; None as many as DSpark."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ def _layered(base: ParallelConfig, layers: TargetLayers, count: int, **changes: 
 def layer_count(base: ParallelConfig, layers: TargetLayers) -> int:
     """How many layers of DSpark come nearest to the parameters of H-Spec; five for the targets of the paper."""
     wanted = parameters(base)
-    sizes = {n: abs(parameters(_dspark_of(base, layers, n)) - wanted) for n in range(1, 9)}
+    sizes = {n: abs(parameters(_dspark_of(base, layers, n)) - wanted) for n in range(1, MOST_LAYERS + 1)}
     return min(sizes, key=lambda n: sizes[n])
 
 
@@ -89,16 +97,17 @@ def _dspark_of(base: ParallelConfig, layers: TargetLayers, count: int) -> Parall
     )  # fmt: skip
 
 
-def _dspark(base: ParallelConfig, layers: TargetLayers) -> ParallelConfig:
-    return _dspark_of(base, layers, layer_count(base, layers))
+def _dspark(base: ParallelConfig, layers: TargetLayers, count: int | None) -> ParallelConfig:
+    return _dspark_of(base, layers, count or layer_count(base, layers))
 
 
-def _dflash(base: ParallelConfig, layers: TargetLayers, **changes: Any) -> ParallelConfig:
+def _dflash(base: ParallelConfig, layers: TargetLayers, count: int | None, **changes: Any) -> ParallelConfig:
     changes = {"method": "dflash"} | changes
     if base.target.name in PUBLISHED_INJECTION and "attention" not in changes:
-        count, kv_heads, head_dim = PUBLISHED_INJECTION[base.target.name]
-        return _layered(base, layers, count, attention={"kv_heads": kv_heads, "head_dim": head_dim}, **changes)
-    return _layered(base, layers, layer_count(base, layers), **changes)
+        published, kv_heads, head_dim = PUBLISHED_INJECTION[base.target.name]
+        attention = {"kv_heads": kv_heads, "head_dim": head_dim}
+        return _layered(base, layers, count or published, attention=attention, **changes)
+    return _layered(base, layers, count or layer_count(base, layers), **changes)
 
 
 def _small(base: ParallelConfig) -> bool:
@@ -128,10 +137,15 @@ def _widened(base: ParallelConfig, drop: str, name: str) -> ParallelConfig:
         changes |= {"attention": None, "kv_layers": []}
     else:
         changes |= {"mamba": None, "use_state": False}
-    without = _changed(base, **changes)
-    missing = parameters(base) - parameters(without)
-    width = missing / (3 * base.hidden_size * kept.count("mlp"))
-    return _changed(without, intermediate_size=base.intermediate_size + MATCH_STEP * round(width / MATCH_STEP))
+    return _filled_up(_changed(base, **changes), parameters(base))
+
+
+def _filled_up(config: Stacked, wanted: int) -> Stacked:
+    """With MLPs so wide that a drafter has about so many parameters."""
+    mlps = config.pattern.count("mlp") if isinstance(config, ParallelConfig) else config.layers
+    width = (wanted - parameters(config)) / (3 * config.hidden_size * mlps)
+    wider = config.intermediate_size + MATCH_STEP * round(width / MATCH_STEP)
+    return cast(Stacked, type(config).model_validate({**config.model_dump(), "intermediate_size": wider}))
 
 
 def _eagle(base: ParallelConfig, layers: TargetLayers, method: str, count: int) -> EagleConfig:
@@ -170,30 +184,30 @@ METHODS: dict[str, Method] = {
     m.name: m
     for m in (
         Method("ar", "none", "none", "none", None, passes=0),
-        Method("hspec", f"state + {TARGET_KV}", HYBRID, "Markov", lambda b, t: b),
+        Method("hspec", f"state + {TARGET_KV}", HYBRID, "Markov", lambda b, t, n: b),
         Method("dspark", FEATURES, LAYERS, "Markov", _dspark),
         Method("dflash", FEATURES, LAYERS, "none", _dflash),
-        Method("peagle", FEATURES, LAYERS, "none", lambda b, t: _eagle(b, t, "peagle", layer_count(b, t) - 1 or 1)),
+        Method("peagle", FEATURES, LAYERS, "none", lambda b, t, n: _eagle(b, t, "peagle", (n or layer_count(b, t)) - 1 or 1)),
         Method("dflash-kv", TARGET_KV, LAYERS, "none",
-               lambda b, t: _dflash(b, t, method="dflash-kv", attention={"context": "target"})),
+               lambda b, t, n: _dflash(b, t, n, method="dflash-kv", attention={"context": "target"})),
         Method("dflash2", FEATURES, f"{LAYERS} + convolution", "path selector",
-               lambda b, t: _dflash(b, t, method="dflash2", head=_selector(b), convolution=_convolution(b))),
+               lambda b, t, n: _dflash(b, t, n, method="dflash2", head=_selector(b), convolution=_convolution(b))),
         Method("hspec-no-state", TARGET_KV, HYBRID, "Markov",
-               lambda b, t: _changed(b, method="hspec-no-state", use_state=False)),
+               lambda b, t, n: _changed(b, method="hspec-no-state", use_state=False)),
         Method("hspec-no-kv", "state", HYBRID, "Markov",
-               lambda b, t: _changed(b, method="hspec-no-kv", attention={**b.model_dump()["attention"], "context": "none"})),
-        Method("mamba-only", "state", "Mamba + MLP", "Markov", lambda b, t: _widened(b, "attention", "mamba-only")),
-        Method("attention-only", TARGET_KV, LAYERS, "Markov", lambda b, t: _widened(b, "mamba", "attention-only")),
+               lambda b, t, n: _changed(b, method="hspec-no-kv", attention={**b.model_dump()["attention"], "context": "none"})),
+        Method("mamba-only", "state", "Mamba + MLP", "Markov", lambda b, t, n: _widened(b, "attention", "mamba-only")),
+        Method("attention-only", TARGET_KV, LAYERS, "Markov", lambda b, t, n: _widened(b, "mamba", "attention-only")),
         Method("ngram", "text so far", "none", "none", None, passes=0),
-        Method("eagle3", FEATURES, LAYERS, "own recurrence", lambda b, t: _eagle(b, t, "eagle3", 1), passes=None),
-        Method("redrafter", "last hidden state", "recurrent cell", "own recurrence", _redrafter, passes=None),
-        Method("domino", FEATURES, LAYERS, "GRU", lambda b, t: _dflash(b, t, method="domino", head=_gru(b))),
+        Method("eagle3", FEATURES, LAYERS, "own recurrence", lambda b, t, n: _eagle(b, t, "eagle3", 1), passes=None),
+        Method("redrafter", "last hidden state", "recurrent cell", "own recurrence", lambda b, t, n: _redrafter(b, t), passes=None),
+        Method("domino", FEATURES, LAYERS, "GRU", lambda b, t, n: _dflash(b, t, n, method="domino", head=_gru(b))),
         Method("dblast", FEATURES, LAYERS, "block latent",
-               lambda b, t: _dflash(b, t, method="dblast", head={"kind": "latent"})),
+               lambda b, t, n: _dflash(b, t, n, method="dblast", head={"kind": "latent"})),
         Method("hspec-dflash2", f"state + {TARGET_KV}", f"{HYBRID} + convolution", "path selector",
-               lambda b, t: _changed(b, method="hspec-dflash2", head=_selector(b), convolution=_convolution(b), **UNCONFIDENT)),
+               lambda b, t, n: _changed(b, method="hspec-dflash2", head=_selector(b), convolution=_convolution(b), **UNCONFIDENT)),
         Method("hspec-domino", f"state + {TARGET_KV}", HYBRID, "GRU",
-               lambda b, t: _changed(b, method="hspec-domino", head=_gru(b), **UNCONFIDENT)),
+               lambda b, t, n: _changed(b, method="hspec-domino", head=_gru(b), **UNCONFIDENT)),
     )
 }  # fmt: skip
 
@@ -208,16 +222,31 @@ def method(name: str) -> Method:
         raise UsageError(f"no method {name!r}; there are {', '.join(METHODS)}") from None
 
 
-def configuration(name: str, base: ParallelConfig, layers: TargetLayers | None = None) -> DrafterConfig:
+def configuration(name: str, base: ParallelConfig, layers: TargetLayers | None = None, matched: bool = False) -> DrafterConfig:
     """A method's configuration for the target of ``base``, H-Spec's configuration there.
 
+    Args:
+        matched: as many layers as fit into H-Spec's parameters, and MLPs widened up to them.
+
     Raises:
-        UsageError: no such method, or one that has nothing to configure.
+        UsageError: no such method, one that has nothing to configure, or one whose size is part of it, to be matched.
     """
-    found = method(name)
+    found, layers = method(name), layers or known_layers(base)
     if found.derive is None:
         raise UsageError(f"{name} has no drafter to configure or train: it is used as it is")
-    return found.derive(base, layers or known_layers(base))
+    return _matched(found, found.derive, base, layers) if matched and name != "hspec" else found.derive(base, layers, None)
+
+
+def _matched(found: Method, derive: Derive, base: ParallelConfig, layers: TargetLayers) -> DrafterConfig:
+    if found.passes is None:
+        raise UsageError(
+            f"{found.name} is not matched in parameters: that it is small, and runs once for each draft, is the method"
+        )
+    wanted = parameters(base)
+    sizes = [config for n in range(1, MOST_LAYERS + 1) if parameters(config := derive(base, layers, n)) <= wanted * MATCHED]
+    best = max(sizes, key=parameters, default=derive(base, layers, 1))
+    assert isinstance(best, ParallelConfig | EagleConfig)  # the others have several passes
+    return best if parameters(best) >= wanted else _filled_up(best, wanted)
 
 
 def known_layers(base: ParallelConfig) -> TargetLayers:

@@ -118,7 +118,7 @@ def new_drafter(job: Job, target: Target, data: Data) -> Drafter:
         slots = max(drafter.config.max_draft, job.train.slots or 0)
         drafter.config = _for_target(with_block(drafter.config, slots), target)
         return drafter.requires_grad_(True)
-    config = choose_shape(job.preset, target.name, target.config, job.method, job.drafter)
+    config = choose_shape(job.preset, target.name, target.config, job.method, job.drafter, job.match_parameters)
     if job.train.slots is not None:
         config = with_block(config, job.train.slots)
     config = _for_target(config, target)

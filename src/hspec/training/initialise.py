@@ -93,8 +93,8 @@ def initialise(
     """A new drafter on ``target``.
 
     Of a parallel drafter, attention sub-layers start as the reused target layer (norm, q, k, v, o), MLPs as the MLP of the
-    attention before them (the first as that of the lowest of the three highest taps) where the sizes agree; all else is
-    random, norms at one.
+    attention before them (the first as that of the lowest of the three highest taps), wider ones with further units that begin
+    without effect; where sizes do not agree, and all else, is random, norms at one.
     The layers of EAGLE start as the target's highest ones. A fusion whose output is as wide as a tap passes one of them on.
 
     Args:
@@ -203,11 +203,16 @@ def _projection_rms(
 
 
 def _copy_mlp(layer: GatedMLP, norm: nn.Module, target: Target, layer_id: int) -> None:
+    """Units beyond the target's (an MLP widened to match parameters) add nothing until they have learnt: were all of it random instead,
+    ablations that widen would begin far behind those that do not."""
     weights = target.layer_weights(layer_id)
-    if weights["mlp.gate_proj.weight"].shape != layer.gate_proj.weight.shape:
+    units, hidden = weights["mlp.gate_proj.weight"].shape
+    if layer.gate_proj.in_features != hidden or layer.gate_proj.out_features < units:
         return
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        _copy(getattr(layer, name).weight, weights[f"mlp.{name}.weight"])
+    for name in ("gate_proj", "up_proj"):
+        _copy(getattr(layer, name).weight[:units], weights[f"mlp.{name}.weight"])
+    nn.init.zeros_(layer.down_proj.weight)
+    _copy(layer.down_proj.weight[:, :units], weights["mlp.down_proj.weight"])
     before = "pre_feedforward_layernorm.weight"  # Gemma's; its post_attention_layernorm is behind the attention
     source = weights[before] if before in weights else weights["post_attention_layernorm.weight"]
     _copy(norm.weight, _scale(target, source))  # type: ignore[arg-type]

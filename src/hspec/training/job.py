@@ -77,6 +77,9 @@ class Job(Strict):
     init_from: str | None = None
     drafter: dict[str, Any] = Field(default_factory=dict)
     """Keys of the drafter's configuration that are to be otherwise than ``auto`` has them, as in a preset's file."""
+    match_parameters: bool = False
+    """Give a method that would have fewer parameters than H-Spec more layers, and wider MLPs (see
+    :func:`hspec.drafters.methods.configuration`)."""
     copy_layers: bool = True
     """Start from the target's layers where sizes agree; otherwise all weights are random."""
     answers: AnswerConfig = AnswerConfig()
@@ -168,9 +171,9 @@ def shape(job: Job) -> DrafterConfig:
     shipped = next((p for p in PRESETS.values() if p.target.name == name), None)
     if job.preset == AUTO and not job.drafter and shipped is not None:
         # known without fetching the target
-        config = shipped if job.method == "hspec" else configuration(job.method, shipped)
+        config = shipped if job.method == "hspec" else configuration(job.method, shipped, matched=job.match_parameters)
     else:
-        config = choose_shape(job.preset, name, describe(job.target), job.method, job.drafter)
+        config = choose_shape(job.preset, name, describe(job.target), job.method, job.drafter, job.match_parameters)
     return config if job.train.slots is None else with_block(config, job.train.slots)
 
 

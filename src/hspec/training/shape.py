@@ -21,7 +21,7 @@ _FILES = (".yaml", ".yml", ".json")
 
 
 def choose_shape(
-    preset: str, name: str, target: Any, method: str = "hspec", changes: dict[str, Any] | None = None
+    preset: str, name: str, target: Any, method: str = "hspec", changes: dict[str, Any] | None = None, matched: bool = False
 ) -> DrafterConfig:
     """The configuration that ``--preset`` and ``--method`` ask for, fitted to a target.
 
@@ -29,13 +29,13 @@ def choose_shape(
         preset: ``auto``, the name of a preset, or a YAML or JSON file with keys of :class:`ParallelConfig`; what the file
             leaves out is as in ``auto``. It is of H-Spec; the configurations of the other methods follow from it.
         name: the target's name. target: its transformers configuration.
-        changes: such keys, that change what ``auto`` gives.
+        changes: such keys, that change what ``auto`` gives. matched: with as many parameters as H-Spec.
 
     Raises:
         UsageError: no such preset or method, a preset for another target, or a file with wrong keys.
     """
     base = preset_for(target, name, changes, "drafter") if changes else _base(preset, name, target)
-    return base if method == "hspec" else configuration(method, base, target_layers(target))
+    return base if method == "hspec" else configuration(method, base, target_layers(target), matched)
 
 
 def target_layers(target: Any) -> TargetLayers:
