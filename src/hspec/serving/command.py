@@ -137,8 +137,8 @@ def check_options(given: Mapping[str, str]) -> None:
     for name in SINGLE:
         if name in given and given[name] != "1":
             raise UsageError(
-                f"{name} {given[name]}: each rank must hold all layers and positions for the plugin, which can be spread over "
-                f"devices by --tensor-parallel-size only; leave it out, or serve with vLLM alone"
+                f"{name} {given[name]}: each rank must hold all layers and positions for the plugin; leave it out "
+                f"(--tensor-parallel-size is supported), or serve with vLLM alone"
             )
     for name in REFUSED:
         if name in given:
