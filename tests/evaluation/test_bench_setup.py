@@ -98,7 +98,7 @@ def test_all_servers_are_checked_before_the_first_is_started(
         servers.check(entrants_of(["none", "mine"], [f"mine={tmp_path / 'mine'}"], 99))
     with pytest.raises(UsageError, match="gone: "):
         servers.check(entrants_of(["none", "gone"], [f"gone={tmp_path / 'gone'}"], 2))
-    sharded = Servers(plan.model_copy(update={"server": ["--tensor-parallel-size", "2"]}), tmp_path / "out")
-    with pytest.raises(UsageError, match=r"mine: .*on one device"):
-        sharded.check(entrants_of(["none", "mine"], [f"mine={tmp_path / 'mine'}"], 2))
+    cut = Servers(plan.model_copy(update={"server": ["--pipeline-parallel-size", "2"]}), tmp_path / "out")
+    with pytest.raises(UsageError, match=r"mine: .*all layers and positions"):
+        cut.check(entrants_of(["none", "mine"], [f"mine={tmp_path / 'mine'}"], 2))
     assert not (tmp_path / "out").exists()

@@ -1,7 +1,7 @@
 """A real vLLM engine in a process of its own, driven step by step: what each request emits in each step can be seen.
 
-The drafter multiplies in fp32 here, so that its drafts can be compared with those of the embedded engine step for step; in bf16
-products (the default where a processor has them) near ties fall differently.
+The drafter multiplies in fp32 here (:mod:`tests.serving.watched`), so that its drafts can be compared with those of the embedded engine
+step for step; in bf16 products (the default where a processor has them) near ties fall differently.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class VllmEngine:
     def __enter__(self) -> VllmEngine:
         context = mp.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self.speculate, self.model, self.settings), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, self.speculate, self.model, self.settings))
         self._process.start()
         self.kv_tokens: int = self._answer()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._pipe.send(None)
-        self._process.join(20)
+        self._process.join(60)
         if self._process.is_alive():
             self._process.terminate()
             self._process.join()
@@ -105,6 +105,7 @@ def _serve(pipe: Any, speculate: bool, model: tuple[str, str] | None, settings: 
         VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="WARNING", HF_HUB_OFFLINE="1", VLLM_CPU_NUM_OF_RESERVED_CPU="0"
     )
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    _bind(settings.get("tensor_parallel_size", 1))
     try:
         driver = _Driver(speculate, model, settings)
         pipe.send((False, driver.kv_tokens()))
@@ -115,11 +116,17 @@ def _serve(pipe: Any, speculate: bool, model: tuple[str, str] | None, settings: 
         pipe.send((True, traceback.format_exc()))
 
 
+def _bind(ranks: int) -> None:
+    """Where one rank is bound to cores, all are to the same; otherwise each gets its part of those there are."""
+    if ranks > 1:
+        from hspec.serving.command import bindings
+
+        own = os.environ.get("VLLM_CPU_OMP_THREADS_BIND")
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join([own] * ranks) if own else bindings(os.sched_getaffinity(0), ranks)
+
+
 class _Driver:
     def __init__(self, speculate: bool, model: tuple[str, str] | None, settings: dict[str, Any]):
-        import hspec.drafters.drafter as drafter_module
-
-        drafter_module.has_bf16_products = lambda *_: False  # type: ignore[assignment]
         from vllm import LLM
 
         from hspec.api import shipped_drafter
@@ -130,27 +137,22 @@ class _Driver:
         hspec = {"speculative_config": speculative_config(K), "additional_config": additional_config(Path(drafter))}
         defaults: dict[str, Any] = {
             "dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "max_num_seqs": 16, "disable_log_stats": False,
+            "worker_extension_cls": "tests.serving.watched.Watched",
         }  # fmt: skip
         self.llm = LLM(target, **(defaults | settings | (hspec if speculate else {})))
         self.engine = self.llm.llm_engine
         self.count = 0
-        self.drafts: dict[int, list[tuple[int, list[int]]]] = {}
+        self.speculate = speculate
         if speculate:
-            worker = self.engine.engine_core.engine_core.model_executor.driver_worker.worker
-            self._watch(worker.model_runner.drafter)
+            self.llm.collective_rpc("watch")
 
-    def _watch(self, proposer: Any) -> None:
-        """Keep what is drafted, by request."""
-        draft = proposer.draft
-
-        def watched(step: Any) -> Any:
-            proposal = draft(step)
-            for name, sampled, known, drafts in zip(step.ids, step.sampled, step.known, proposal.tokens, strict=True):
-                if sampled:
-                    self.drafts.setdefault(int(name.split("_")[-1].split("-")[0]), []).append((known, drafts))
-            return proposal
-
-        proposer.draft = watched
+    def _drafted(self, request: int) -> list[tuple[int, list[int], str]]:
+        """See :mod:`tests.serving.watched`; on every rank the same, bit for bit."""
+        if not self.speculate:
+            return []
+        first, *others = self.llm.collective_rpc("drafted", args=(request,))
+        assert all(other == first for other in others), f"the ranks drafted {first} and {others}"
+        return first
 
     def kv_tokens(self) -> int:
         cache = self.engine.vllm_config.cache_config
@@ -181,8 +183,8 @@ class _Driver:
                     outcomes[i].finish_reason = "aborted"
             step += 1
         for i, outcome in enumerate(outcomes):
-            made = self.drafts.pop(first + i, [])
-            outcome.drafted_at, outcome.drafts = [known for known, _ in made], [drafts for _, drafts in made]
+            made = self._drafted(first + i)
+            outcome.drafted_at, outcome.drafts = [known for known, *_ in made], [drafts for _, drafts, _ in made]
         return outcomes
 
     def _add(self, name: str, job: Job, outcome: Outcome) -> None:

@@ -64,17 +64,18 @@ def teach(target: Target, method: str, texts: Sequence[Example], folder: Path, s
 
 @torch.no_grad()
 def from_scratch(target: Target, drafter: Drafter, tokens: list[int], k: int) -> list[int]:
-    """What is drafted behind these tokens if the target runs them at once, and the drafter's memory is made of that."""
+    """What is drafted behind these tokens if the target runs them at once, and of that the drafter's memory is made, if it has one."""
     cache = target.new_cache(1, len(tokens))
     output = target.forward(torch.tensor([tokens[:-1]]), cache, drafter.taps)
     cache.advance([len(tokens) - 1])
     following = torch.tensor([tokens[1:]])
-    kept = drafter.remember(output.taps, following, torch.arange(len(tokens) - 1)[None], None)
+    keeps, positions = drafter.memory_shape is not None, torch.arange(len(tokens) - 1)[None]
+    kept = drafter.remember(output.taps, following, positions, None) if keeps else []
     context = DraftContext(
         anchors=torch.tensor([[tokens[-1]]]),
         positions=torch.tensor([[len(tokens) - 1]]),
         taps=output.taps[:, -1:],
         kv=cache.view(),
-        memory=KVView([keys for keys, _ in kept], [values for _, values in kept], (len(tokens) - 1,)),
+        memory=KVView([keys for keys, _ in kept], [values for _, values in kept], (len(tokens) - 1,)) if keeps else None,
     )
     return drafter.propose(context, k).tokens[0].tolist()

@@ -2,97 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import pytest
 
-from hspec import SamplingParams
-from hspec.decoding.engine import Engine
-from hspec.decoding.sequence import Request, Result
-from hspec.drafters.checkpoint import load_drafter, save_drafter
+from hspec.drafters.checkpoint import save_drafter
 from hspec.drafters.config import MarkovConfig, ParallelConfig
-from hspec.drafters.drafter import Drafter
 from hspec.drafters.methods import configuration
 from hspec.targets.target import Target
 from hspec.training.examples import Example
-from tests.serving.engine import Job, Outcome, VllmEngine
-from tests.serving.taught import SLOTS, answers, from_scratch, prompts, teach
-from tests.tiny import tiny_config, tiny_drafter, tiny_target
+from tests.serving.engine import Job
+from tests.serving.served import check_drafts, compare, serve, taught
+from tests.serving.taught import SLOTS, prompts
+from tests.tiny import tiny_config, tiny_drafter
 
 pytestmark = pytest.mark.serve
 
-TOKENS, BLOCK = 40, 32
-LENGTHS = (5, 40, 70, 33, 100, 12)
 ATTENTION = {"context": "features", "heads": 2, "kv_heads": 1, "head_dim": 64, "window": 17, "causal_block": False}
-SPACE = 1 << 30
-"""Bytes of KV cache that every engine here has."""
-
-
-@dataclass(frozen=True)
-class Served:
-    """A target and a drafter of it, as files and in the embedded engine."""
-
-    folders: tuple[str, str]
-    target: Target
-    drafter: Drafter
-    prompts: list[list[int]]
-
-    def embedded(self, asked: list[list[int]] | None = None, draft: bool = True) -> list[Result]:
-        params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
-        engine = Engine(self.target, self.drafter, SLOTS) if draft else Engine(self.target)
-        return engine.generate([Request(tuple(p), params) for p in asked or self.prompts])
-
-    def jobs(self, asked: list[list[int]] | None = None, arrivals: int = 2) -> list[Job]:
-        settings = {"max_tokens": TOKENS, "ignore_eos": True}
-        return [Job(p, settings, arrives=arrivals * i) for i, p in enumerate(asked or self.prompts)]
-
-    def engine(self, **settings: Any) -> VllmEngine:
-        return VllmEngine(True, self.folders, **({"max_model_len": 256, "block_size": BLOCK} | settings))
-
-    def kv_tokens(self) -> int:
-        """That fit into the space with the drafter's layers beside the target's."""
-        own, theirs = self.drafter.memory_shape, self.target.cache_shape
-        assert own is not None
-        block = sum(BLOCK * s.layers * s.kv_heads * s.head_dim * 2 * 4 for s in (own, theirs))
-        return SPACE // block * BLOCK
-
-
-Make = Callable[[Target, list[Example], Path], None]
-"""Saves a drafter of a target, for which these are its own answers, to a folder."""
-
-
-def serve(folder: Path, make: Make, family: Literal["llama", "qwen3"] = "llama") -> Served:
-    target = tiny_target(family, head_dim=32, linears="plain")  # vLLM's CPU attention has no smaller heads
-    target.model.save_pretrained(folder / "target")
-    target.tokenizer.save_pretrained(folder / "target")
-    asked = prompts(LENGTHS)
-    make(target, answers(target, asked, TOKENS), folder / "drafter")
-    drafter = load_drafter(folder / "drafter", target).prepare(half=False)
-    return Served((str(folder / "target"), str(folder / "drafter")), target, drafter, asked)
-
-
-def taught(method: str, **changes: Any) -> Make:
-    return lambda target, texts, folder: teach(target, method, texts, folder, **changes)
-
-
-def compare(outcomes: list[Outcome], expected: list[Result]) -> None:
-    assert [o.tokens for o in outcomes] == [r.tokens for r in expected]
-    assert [o.lengths for o in outcomes] == [[1, *r.runs] for r in expected]
-
-
-def check_drafts(served: Served, asked: list[list[int]], outcomes: list[Outcome]) -> int:
-    """Every draft is that of a memory which is made at once of all tokens before it; returns how many there were."""
-    count = 0
-    for prompt, outcome in zip(asked, outcomes, strict=True):
-        tokens = [*prompt, *outcome.tokens]
-        for known, drafts in zip(outcome.drafted_at, outcome.drafts, strict=True):
-            if known <= len(tokens):  # behind the last step that counts nothing is known
-                assert drafts == from_scratch(served.target, served.drafter, tokens[:known], SLOTS)
-                count += 1
-    return count
 
 
 def test_dspark_step_for_step(tmp_path: Path) -> None:

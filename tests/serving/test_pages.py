@@ -126,7 +126,7 @@ def writer(pages: torch.Tensor, layout):
 def test_self_test_restores_the_pages(layout):
     pages = torch.randn(BLOCKS, KV, BLOCK, 2 * D)
     before = pages.clone()
-    check_pages(pages, layout, writer(pages, layout), "layer 0")
+    check_pages(pages, layout, writer(pages, layout), KV, "layer 0")
     assert torch.equal(pages, before)
 
 
@@ -135,8 +135,14 @@ def test_self_test_refuses_another_layout(written, read):
     pages = torch.randn(BLOCKS, KV, BLOCK, 2 * D)
     before = pages.clone()
     with pytest.raises(HSpecError, match="layer 7 are not those that vLLM writes"):
-        check_pages(pages, read, writer(pages, written), "layer 7")
+        check_pages(pages, read, writer(pages, written), KV, "layer 7")
     assert torch.equal(pages, before)
+
+
+def test_self_test_refuses_heads_of_others():
+    pages = torch.randn(BLOCKS, KV, BLOCK, 2 * D)
+    with pytest.raises(HSpecError, match=f"layer 7 hold {KV} KV heads, and the drafter attends to 1: vLLM spreads heads"):
+        check_pages(pages, flash, writer(pages, flash), 1, "layer 7")
 
 
 def test_every_known_layout_is_one_of_these():

@@ -33,9 +33,9 @@ def spoken(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HSPEC_CACHE", str(tmp_path / "cache"))
     target = str(place / "target")
 
-    def of(drafter: str, k: int | None = None, gpu: bool = False, source: str | None = None) -> Speculation:
+    def of(drafter: str, k: int | None = None, gpu: bool = False, source: str | None = None, ranks: int = 1) -> Speculation:
         source = source or (drafter if drafter == "ngram" else str(place / drafter))
-        return speculation(source, target, target, describe(target), k, gpu)
+        return speculation(source, target, target, describe(target), k, gpu, ranks)
 
     return of
 
@@ -106,6 +106,18 @@ def test_the_plugin_can_be_asked_for(spoken, place: Path, monkeypatch: pytest.Mo
 def test_what_cannot_be_served(spoken, drafter: str, k: int | None, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         spoken(drafter, k)
+
+
+def test_ranks(spoken) -> None:
+    for drafter in ("hspec", "dspark"):  # of 4 query heads and 2 KV heads
+        assert spoken(drafter, ranks=2) == spoken(drafter)
+        assert spoken(drafter, ranks=4).by_plugin  # two ranks for each KV head
+        why = (
+            r"has 4 query heads and 2 KV heads, which 3 ranks cannot share: choose another .* \(these heads allow 1, 2 or 4\)$"
+        )
+        with pytest.raises(UsageError, match=why):
+            spoken(drafter, ranks=3)
+    assert not spoken("dflash", ranks=3).by_plugin  # vLLM's own method, and its own matter
 
 
 def test_another_targets_drafter(place: Path, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def vllm_config(model: dict[str, Any] | None = None, **others: Any) -> SimpleNam
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_supported(family):
     assert refusal(vllm_config({"text": {"model_type": family, "sliding_window": None}})) is None
+    assert refusal(vllm_config({"text": {"model_type": family}}, parallel={"tensor_parallel_size": 8})) is None
 
 
 def test_a_window_that_is_switched_off_is_none():
@@ -53,8 +54,9 @@ def test_a_window_that_is_switched_off_is_none():
         (vllm_config({"is_multimodal_model": True}), "multimodal"),
         (vllm_config({"quantization": "awq"}), "quantised (awq)"),
         (vllm_config(cache="fp8"), "KV cache is quantised (fp8)"),
-        (vllm_config(parallel={"tensor_parallel_size": 2}), "tensor parallel"),
         (vllm_config(parallel={"pipeline_parallel_size": 2}), "pipeline stages"),
+        (vllm_config(parallel={"decode_context_parallel_size": 2}), "its context is spread"),
+        (vllm_config(parallel={"prefill_context_parallel_size": 2}), "its prompts are spread"),
         (vllm_config(transfer=object()), "transferred"),
     ],
 )

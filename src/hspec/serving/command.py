@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hspec.drafters.head_share import can_share
 from hspec.errors import HSpecError, UsageError
 from hspec.serving import plugin, versions
+from hspec.serving.ranks import heads_refusal
 from hspec.serving.speculation import NO_SPECULATION, speculation
 from hspec.serving.targets import CACHE_TYPES, cannot_serve, model_refusal
 from hspec.targets.sources import ALIASES, describe, model_folder
@@ -21,11 +23,18 @@ from hspec.targets.sources import ALIASES, describe, model_folder
 GIB = 1 << 30
 OVERHEAD = 2 * GIB
 """What vLLM's processes take on a CPU besides weights and KV cache: SmolLM2 with 1 GiB of cache took 3.9 GB in all."""
+RANK = 3 * GIB // 4
+"""What each further rank takes besides: with a tiny target 0.7 GB."""
 
 OWN = ("--speculative-config", "-sc", "--additional-config")
 """Options of vLLM that ``hspec serve`` writes itself."""
 
-SINGLE = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--decode-context-parallel-size", "-dcp")
+RANKS = ("--tensor-parallel-size", "-tp")
+"""Options of vLLM that say over how many ranks the target's heads are spread."""
+
+SINGLE = (
+    "--pipeline-parallel-size", "-pp", "--decode-context-parallel-size", "-dcp", "--prefill-context-parallel-size", "-pcp",
+)  # fmt: skip
 """Options of vLLM that must be 1."""
 
 REFUSED = ("--quantization", "-q", "--kv-transfer-config")
@@ -60,17 +69,18 @@ def plan(
     check_own(given)
     if draft and drafter is None:
         check_options(given)  # before anything is looked for: the plugin serves what ships
+    ranks = ranks_of(given)
     name = ALIASES.get(target, target)
     config = describe(target)
-    chosen = speculation(drafter, target, name, config, k, on_gpu()) if draft else NO_SPECULATION
+    chosen = speculation(drafter, target, name, config, k, on_gpu(), ranks) if draft else NO_SPECULATION
     if chosen.by_plugin:
         check_options(given)
-        check_model(name, config)
+        check_model(name, config, ranks)
     check_port(host, port)
     model = model_folder(target)
-    additions, defaults = ({}, []) if on_gpu() else cpu_defaults(given, environment)
+    additions, defaults = ({}, []) if on_gpu() else cpu_defaults(given, environment, ranks)
     if not on_gpu():
-        check_memory(model, given, {**environment, **additions})
+        check_memory(model, {**environment, **additions}, ranks)
     argv = [
         sys.executable, "-m", "hspec.serving.launch", "serve", str(model), "--host", host, "--port", str(port),
         *([] if "--served-model-name" in given else ["--served-model-name", name]),
@@ -93,6 +103,20 @@ def parse_options(options: Sequence[str]) -> dict[str, str]:
     return given
 
 
+def ranks_of(given: Mapping[str, str]) -> int:
+    """Over how many the target's heads are spread.
+
+    Raises:
+        UsageError: that is no number of ranks.
+    """
+    for name in RANKS:
+        if name in given:
+            if not given[name].isdigit() or int(given[name]) < 1:
+                raise UsageError(f"{name} {given[name]}: it is a number of ranks, 1 or more")
+            return int(given[name])
+    return 1
+
+
 def check_own(given: Mapping[str, str]) -> None:
     """
     Raises:
@@ -113,7 +137,8 @@ def check_options(given: Mapping[str, str]) -> None:
     for name in SINGLE:
         if name in given and given[name] != "1":
             raise UsageError(
-                f"{name} {given[name]}: the plugin reads the target's pages on one device; leave it out, or serve with vLLM alone"
+                f"{name} {given[name]}: each rank must hold all layers and positions for the plugin; leave it out "
+                f"(--tensor-parallel-size is supported), or serve with vLLM alone"
             )
     for name in REFUSED:
         if name in given:
@@ -123,12 +148,14 @@ def check_options(given: Mapping[str, str]) -> None:
         raise UsageError(f"--kv-cache-dtype {cache}: the plugin reads plain pages; choose one of {', '.join(CACHE_TYPES)}")
 
 
-def check_model(name: str, config: Any) -> None:
+def check_model(name: str, config: Any, ranks: int) -> None:
     """
     Raises:
-        UsageError: a target whose pages the plugin cannot read.
+        UsageError: a target whose pages the plugin cannot read, or whose heads cannot be spread over so many ranks.
     """
     why = model_refusal(config)
+    if why is None and not can_share(config.num_attention_heads, config.num_key_value_heads, ranks):
+        raise UsageError(f"{name} has {heads_refusal(config.num_attention_heads, config.num_key_value_heads, ranks)}")
     if why is not None:
         raise UsageError(cannot_serve(name, why))
 
@@ -156,14 +183,18 @@ def on_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def cpu_defaults(given: Mapping[str, str], environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+def cpu_defaults(given: Mapping[str, str], environment: Mapping[str, str], ranks: int) -> tuple[dict[str, str], list[str]]:
     """Settings that vLLM's CPU backend needs here, where the user does not say otherwise: environment and options.
 
     In bf16 and compiled, its defaults, version 0.32.0 is slower by far on processors without bf16 units, and its text was wrong.
     """
     additions = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}  # it keeps a core to itself otherwise
     if "--kv-cache-memory-bytes" not in given and "--gpu-memory-utilization" not in given:
-        additions["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, min(4, available_memory() // (4 * GIB))))
+        additions["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, min(4, available_memory() // (4 * ranks * GIB))))  # of each rank
+    if (
+        ranks > 1 and memory_nodes() < ranks
+    ):  # vLLM gives each rank a node of its own, and refuses to start where there are fewer
+        additions["VLLM_CPU_OMP_THREADS_BIND"] = bindings(os.sched_getaffinity(0), ranks)
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     if openmp.exists():  # vLLM recommends it, the more so with speculation
         additions["LD_PRELOAD"] = str(openmp)
@@ -172,7 +203,20 @@ def cpu_defaults(given: Mapping[str, str], environment: Mapping[str, str]) -> tu
     return {name: value for name, value in additions.items() if name not in environment}, options
 
 
-def check_memory(model: Path | str, given: Mapping[str, str], environment: Mapping[str, str]) -> None:
+def memory_nodes() -> int:
+    """NUMA nodes of this machine."""
+    return max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))))
+
+
+def bindings(cores: Collection[int], ranks: int) -> str:
+    """Cores shared out among ranks, as ``VLLM_CPU_OMP_THREADS_BIND`` has them; ranks share cores where there are fewer of these."""
+    ordered = sorted(cores)
+    each = max(1, len(ordered) // ranks)
+    shares = [[ordered[(rank * each + i) % len(ordered)] for i in range(each)] for rank in range(ranks)]
+    return "|".join(",".join(map(str, share)) for share in shares)
+
+
+def check_memory(model: Path | str, environment: Mapping[str, str], ranks: int) -> None:
     """
     Raises:
         HSpecError: weights, KV cache and vLLM itself need more than there is.
@@ -181,12 +225,12 @@ def check_memory(model: Path | str, given: Mapping[str, str], environment: Mappi
     if not cache.isdigit() or not isinstance(model, Path):
         return  # vLLM works it out, and says so itself
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    need = 2 * weights + int(cache) * GIB + OVERHEAD  # the linear layers are packed once more
+    need = 2 * weights + ranks * int(cache) * GIB + OVERHEAD + (ranks - 1) * RANK  # the linear layers are packed once more
     there = available_memory()
     if need > there:
         raise HSpecError(
-            f"serving {model.name} takes about {need / GIB:.1f} GiB ({cache} of them KV cache), and {there / GIB:.1f} are free: close "
-            f"something, or set VLLM_CPU_KVCACHE_SPACE to fewer GiB"
+            f"serving {model.name} takes about {need / GIB:.1f} GiB ({ranks * int(cache)} of them KV cache), and "
+            f"{there / GIB:.1f} are free: close something, or set VLLM_CPU_KVCACHE_SPACE to fewer GiB"
         )
 
 

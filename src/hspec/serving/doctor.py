@@ -77,10 +77,13 @@ def _device() -> Finding:
     name = current_platform.device_type
     if name == "cuda":
         return Finding(
-            "device", True, f"{torch.cuda.get_device_name(0)} (this plugin has not been run on a GPU yet: docs/serving.md)"
+            "device",
+            True,
+            f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)} (this plugin has not been run on a GPU yet: docs/serving.md)",
         )
     if name == "cpu":
-        return Finding("device", True, f"CPU, {torch.get_num_threads()} threads")
+        nodes = command.memory_nodes()
+        return Finding("device", True, f"CPU, {torch.get_num_threads()} threads, {nodes} NUMA node{'s' if nodes > 1 else ''}")
     return Finding("device", False, f"vLLM found the platform {name!r}; the plugin is written for cuda and cpu")
 
 
@@ -116,7 +119,7 @@ def _layout() -> Finding:
         name = f"CPU_ATTN/{isa}"
         if name not in LAYOUTS:
             return Finding("KV layout", False, f"{name} is not one that the plugin reads ({', '.join(LAYOUTS)})")
-        check_pages(pages, LAYOUTS[name], writer, "a trial layer")
+        check_pages(pages, LAYOUTS[name], writer, pages.shape[1], "a trial layer")
     except (HSpecError, RuntimeError, AttributeError, ImportError) as error:
         return Finding("KV layout", False, str(error).splitlines()[0])
     return Finding("KV layout", True, f"{name}: what is read from the pages is what was written")

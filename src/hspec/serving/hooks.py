@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hspec.errors import UsageError
 from hspec.serving.memory import Ran
+from hspec.serving.ranks import ALONE, Ranks
 from hspec.serving.step import Step
 from hspec.targets.cache import CacheShape
 
@@ -152,6 +153,14 @@ def _ran(runner: Any, state: Any) -> Ran:
         raise AssertionError(f"the runner gave {type(attention).__name__} of metadata and {type(taps).__name__} of taps")
     rows = int(attention.query_start_loc_cpu[attention.num_reqs])  # what is behind them is padding
     return Ran([tap[:rows] for tap in taps], runner.positions[:rows], attention.slot_mapping[:rows])
+
+
+def ranks() -> Ranks:
+    """Those that share the target with this process."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    return Ranks(group) if group.world_size > 1 else ALONE
 
 
 # -- attention layers --------------------------------------------------------------------------------------------

@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from torch import Tensor
+
 from hspec.drafters.checkpoint import known_config, load_drafter
 from hspec.drafters.config import ParallelConfig
+from hspec.drafters.head_share import keep_share
 from hspec.errors import HSpecError
 from hspec.serving import hooks, plugin, versions
 from hspec.serving.memory import Ran
 from hspec.serving.pages import LAYOUTS, Pages
+from hspec.serving.ranks import check_ranks
 from hspec.serving.self_test import check_pages
 from hspec.serving.settings import drafter_of
 from hspec.serving.step import Proposal, Step, StepDrafter
@@ -39,6 +43,8 @@ class HSpecProposer:
         self.k = config.speculative_config.num_speculative_tokens
         self.drafter_config = known_config(self.folder)
         require_servable(self.drafter_config, self.k, str(self.folder))
+        self.ranks = hooks.ranks()
+        check_ranks(self.drafter_config, self.ranks.count, str(self.folder))
         # The runner asks this configuration (the target's own, for the method custom_class) which residual streams to give out.
         config.speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids = tuple(
             self.drafter_config.taps
@@ -51,20 +57,31 @@ class HSpecProposer:
     def load_model(self, model: Any) -> None:
         """Join the drafter to the target's own embedding and LM head; the runner calls this when the target is loaded."""
         config = self.vllm_config.model_config
-        vocabulary = config.hf_text_config.vocab_size
+        embedding = self._whole(model.model.embed_tokens)
+        tied = model.lm_head.weight is model.model.embed_tokens.weight
         target = ServedTarget(
             name=config.model,
             config=config.hf_text_config,
             template=TemplateHash(_template_hash(config)),
-            embedding_weight=model.model.embed_tokens.weight.detach()[:vocabulary],
-            head_weight=model.lm_head.weight.detach()[:vocabulary],
+            embedding_weight=embedding,
+            head_weight=embedding if tied else self._whole(model.lm_head),
         )
-        drafter = load_drafter(self.folder, target).prepare()
-        self._drafter = StepDrafter(drafter, self.k)
+        drafter = load_drafter(self.folder, target)
+        if self.ranks.count > 1:
+            keep_share(drafter, self.ranks.rank, self.ranks.count, self.ranks.sum)
+        self._drafter = StepDrafter(drafter.prepare(), self.k, self.ranks)
         if drafter.memory_shape is not None:
             assert isinstance(drafter.config, ParallelConfig) and drafter.config.attention is not None
             hooks.make_own_layers(self.vllm_config, drafter.memory_shape, drafter.config.attention.heads)
         logger.info("H-Spec: %s with k = %d from %s", self.drafter_config.method, self.k, self.folder)
+
+    def _whole(self, layer: Any) -> Tensor:
+        """All rows of an embedding or LM head, whose vocabulary vLLM pads and spreads over the ranks: ``[vocabulary, hidden]``; its
+        own tensor where there is one rank, else a copy."""
+        own = layer.weight.detach()
+        if self.ranks.count > 1:
+            own = self.ranks.join(own[: layer.shard_indices.num_org_elements_padded])
+        return own[: self.vllm_config.model_config.hf_text_config.vocab_size]
 
     def bind(self, runner: Any) -> None:
         """Find the pages that the drafter reads, and try them; the runner has just made its KV cache.
@@ -79,10 +96,12 @@ class HSpecProposer:
                 f"serve without --speculative-config"
             )
         found = hooks.attention_layers(runner)
-        self._drafter.pages = _tried({i: found[i] for i in self._drafter.target_layers}, "layer")
+        attention = getattr(self._drafter.drafter.config, "attention", None)
+        heads = 0 if attention is None else attention.kv_heads
+        self._drafter.pages = _tried({i: found[i] for i in self._drafter.target_layers}, "layer", heads)
         if self._drafter.memory is not None:
             own = dict(enumerate(hooks.own_layers(runner)))
-            self._drafter.memory.pages = _tried(own, "the drafter's layer")
+            self._drafter.memory.pages = _tried(own, "the drafter's layer", heads)
             self._drafter.memory.writers = {i: hooks.writer(layer) for i, layer in own.items()}
 
     # -- each step -----------------------------------------------------------------------------------------------
@@ -103,8 +122,11 @@ class HSpecProposer:
         return self._drafter.draft(step)
 
 
-def _tried(layers: dict[int, Any], what: str) -> Pages:
+def _tried(layers: dict[int, Any], what: str, heads: int) -> Pages:
     """The pages of attention layers by index, once the self-test has read from each what it wrote.
+
+    Args:
+        heads: KV heads whose K/V each holds, of this rank.
 
     Raises:
         HSpecError: they are not laid out as known.
@@ -117,7 +139,7 @@ def _tried(layers: dict[int, Any], what: str) -> Pages:
                 f"the attention backend is {name}, and this plugin reads the pages of {', '.join(LAYOUTS)}: choose one of these "
                 f"with --attention-backend, or serve without --speculative-config"
             )
-        check_pages(layer.kv_cache, LAYOUTS[name], hooks.writer(layer), f"{what} {index}")
+        check_pages(layer.kv_cache, LAYOUTS[name], hooks.writer(layer), heads, f"{what} {index}")
         pages.layers[index], pages.layout = layer.kv_cache, LAYOUTS[name]
     return pages
 

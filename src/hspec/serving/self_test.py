@@ -9,17 +9,23 @@ from hspec.errors import HSpecError
 from hspec.serving.pages import Layout, Writer, gather
 
 
-def check_pages(pages: Tensor, layout: Layout, write: Writer, name: str) -> None:
+def check_pages(pages: Tensor, layout: Layout, write: Writer, kv_heads: int, name: str) -> None:
     """Write tokens with known K/V to a few blocks, out of order, and read them back. The blocks' contents are restored.
 
     Args:
         pages: one layer's cache, ``[blocks, kv_heads, block, 2 * d]``.
+        kv_heads: that the layer must have: those of this rank.
         name: of the layer, for the message.
 
     Raises:
-        HSpecError: something else is read, so the layout is not the one that is known.
+        HSpecError: something else is read, so the layout is not the one that is known; or the heads are others.
     """
     blocks, heads, block, both = pages.shape
+    if heads != kv_heads:
+        raise HSpecError(
+            f"the pages of {name} hold {heads} KV heads, and the drafter attends to {kv_heads}: vLLM spreads heads over its ranks in a "
+            f"way that the plugin does not know; serve without --speculative-config"
+        )
     used = torch.tensor(sorted({1, blocks // 2, blocks - 1} & set(range(1, blocks)), reverse=True), device=pages.device)
     count = len(used) * block - block // 2  # the last block half full
     generator = torch.Generator().manual_seed(0)

@@ -16,6 +16,7 @@ from hspec.cache_folder import cache_folder
 from hspec.drafters import convert as conversion
 from hspec.drafters.checkpoint import check_target, known_config
 from hspec.drafters.ngram import NAME as NGRAM
+from hspec.serving.ranks import check_ranks
 from hspec.serving.settings import additional_config, speculative_config
 from hspec.serving.targets import ServedTarget, TemplateHash, check_drafts, require_servable
 from hspec.targets.sources import load_target, model_folder, read_tokenizer
@@ -47,16 +48,20 @@ class Speculation:
 NO_SPECULATION = Speculation(())
 
 
-def speculation(source: str | None, target: str, name: str, config: Any, k: int | None, gpu: bool) -> Speculation:
+def speculation(
+    source: str | None, target: str, name: str, config: Any, k: int | None, gpu: bool, ranks: int = 1
+) -> Speculation:
     """Find out how a drafter is served, before the target is loaded.
 
     Args:
         source: a folder or hub id, behind ``plugin:`` if the plugin is to serve it; ``ngram``, or None for the one that ships.
         target: as the user names it. name: what it stands for. config: transformers' configuration of it.
         k: drafted tokens a step; None takes the drafter's largest. gpu: whether the server will have one.
+        ranks: over which the target's heads are spread.
 
     Raises:
-        UsageError: no drafter, one of another target, a k it was not trained for, or a method that cannot be served here.
+        UsageError: no drafter, one of another target, a k it was not trained for, or a method that cannot be served here, or not by so
+            many ranks.
         HSpecError: its files are damaged, or the converted ones cannot be written.
     """
     if source == NGRAM:
@@ -75,6 +80,7 @@ def speculation(source: str | None, target: str, name: str, config: Any, k: int 
     check_target(drafter, ServedTarget(str(model_folder(target)), config, template, nothing, nothing))
     if native:
         return Speculation(_options({"model": str(speculators_folder(folder, target)), "num_speculative_tokens": k}))
+    check_ranks(drafter, ranks, str(folder))
     arguments = (*_options(speculative_config(k)), "--additional-config", json.dumps(additional_config(folder)))
     return Speculation(arguments, by_plugin=True)
 

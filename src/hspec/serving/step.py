@@ -17,6 +17,7 @@ from hspec.drafters.drafter import Drafter
 from hspec.serving.flash import flash_view, vllm_kernel
 from hspec.serving.memory import DrafterMemory
 from hspec.serving.pages import PagedView, Pages, gathered_view
+from hspec.serving.ranks import ALONE, Ranks
 from hspec.serving.rows import DraftRow, draft_rows
 from hspec.serving.sampling import draft_params
 
@@ -64,11 +65,11 @@ class StepDrafter:
     """Drafts for all requests of a step in one forward of a drafter.
 
     ``pages`` are those of the target's layers that it reads, ``memory`` is what it keeps itself, for one that does (None for
-    others); the pages of both are set once they are there.
+    others); the pages of both are set once they are there. Of several ranks, each has a drafter cut down to its share of heads.
     """
 
-    def __init__(self, drafter: Drafter, k: int):
-        self.drafter, self.k = drafter, k
+    def __init__(self, drafter: Drafter, k: int, ranks: Ranks = ALONE):
+        self.drafter, self.k, self.ranks = drafter, k, ranks
         self.pages = Pages()
         self.memory = None if drafter.memory_shape is None else DrafterMemory(drafter)
 
@@ -109,7 +110,8 @@ class StepDrafter:
             torch.tensor(sorted(set(step.history(row.request))), device=device) if p.repetition_penalty != 1.0 else None
             for row, p in zip(rows, params, strict=True)
         ]
-        return self.drafter.propose(context, k, DraftSampler(params, positions, self.drafter.draft_ids, histories))
+        draft = self.drafter.propose(context, k, DraftSampler(params, positions, self.drafter.draft_ids, histories))
+        return self.ranks.agree(draft)
 
     def _over_vocabulary(self, draft: Draft) -> Tensor | None:
         """``[B, k, draft vocabulary]`` -> ``[B, k, vocabulary]``."""

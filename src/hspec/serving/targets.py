@@ -54,9 +54,9 @@ def refusal(config: Any) -> str | None:
         (bool(getattr(model, "is_multimodal_model", False)), "it is multimodal"),
         (model.quantization is not None, f"its weights are quantised ({model.quantization})"),
         (cache.cache_dtype not in CACHE_TYPES, f"its KV cache is quantised ({cache.cache_dtype})"),
-        (parallel.tensor_parallel_size > 1, f"it is spread over {parallel.tensor_parallel_size} devices (tensor parallel)"),
         (parallel.pipeline_parallel_size > 1, f"it is cut into {parallel.pipeline_parallel_size} pipeline stages"),
         (getattr(parallel, "decode_context_parallel_size", 1) > 1, "its context is spread over devices"),
+        (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "its prompts are spread over devices"),
         (config.kv_transfer_config is not None, "its K/V are transferred to another server"),
     )
     reasons = [f"{why}, which the plugin does not support" for holds, why in checks if holds]
@@ -114,8 +114,8 @@ class TemplateHash:
 class ServedTarget:
     """What :func:`hspec.drafters.checkpoint.load_drafter` asks of a target (:class:`hspec.drafters.host.DrafterHost`).
 
-    ``embedding_weight`` and ``head_weight`` are vLLM's own tensors, ``[vocabulary, hidden]``. The drafter shares the first, and copies
-    the second's rows of its draft vocabulary.
+    ``embedding_weight`` and ``head_weight`` are vLLM's own tensors, or joined from those of all ranks, ``[vocabulary, hidden]``. The
+    drafter shares the first, and copies the second's rows of its draft vocabulary.
     """
 
     name: str
