@@ -25,6 +25,8 @@ def test_what_each_server_is_told() -> None:
         Entrant("hspec", ("-k", "3"), "the one that ships"),
         Entrant("mine", ("--drafter", "a/b=c", "-k", "3"), "a/b=c"),
     ]
+    none, fewer = entrants_of(["none", "hspec"], [], 3, "3:1")
+    assert none.arguments == ("--no-draft",) and fewer.arguments == ("-k", "3", "--drafts-at", "3:1")
     (own,) = entrants_of(["hspec"], ["hspec=x"], 3)
     assert own.drafter == "x"
     (ours,) = entrants_of(["mine"], ["mine=plugin:a/b"], 3)

@@ -82,6 +82,17 @@ def test_chunked_prefill_and_preemption(embedded):
     # A step whose rows do not fit in what is left of the 96 tests fewer drafts, so only the text must be the same.
 
 
+def test_fewer_drafts_under_load(embedded):
+    """Requests that come and go: none drafts while four run, two while two or three do, and all as before when one is alone."""
+    with VllmEngine(speculate=True, drafts_at="2:2,4:0") as engine:
+        outcomes = engine.run(jobs_of(embedded, PROMPTS[:8], arrivals=6))
+        (alone,) = engine.run(jobs_of(embedded, PROMPTS[:1]))
+    assert [o.tokens for o in outcomes] == [embedded[p][1].tokens for p in PROMPTS[:8]]
+    counts = {len(drafts) for o in outcomes for drafts in o.drafts}
+    assert counts >= {0, 2, 4} and max(counts) == 4
+    compare([alone], [embedded[PROMPTS[0]][1]])
+
+
 def test_greedy_requests_are_undisturbed_by_sampled_neighbours(embedded):
     jobs = [
         Job(job.prompt, {"max_tokens": TOKENS} | ({"temperature": 0.5 + 0.05 * i, "seed": i, "top_p": 0.9} if i % 2 else {}))

@@ -10,6 +10,7 @@ import pytest
 
 from hspec.drafters.checkpoint import load_drafter, save_drafter
 from hspec.errors import UsageError
+from hspec.serving.schedule import Schedule
 from hspec.serving.speculation import Speculation, speculation, speculators_folder
 from hspec.targets.sources import describe
 from tests.methods import trained
@@ -33,9 +34,16 @@ def spoken(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HSPEC_CACHE", str(tmp_path / "cache"))
     target = str(place / "target")
 
-    def of(drafter: str, k: int | None = None, gpu: bool = False, source: str | None = None, ranks: int = 1) -> Speculation:
+    def of(
+        drafter: str,
+        k: int | None = None,
+        gpu: bool = False,
+        source: str | None = None,
+        ranks: int = 1,
+        schedule: Schedule | None = None,
+    ) -> Speculation:
         source = source or (drafter if drafter == "ngram" else str(place / drafter))
-        return speculation(source, target, target, describe(target), k, gpu, ranks)
+        return speculation(source, target, target, describe(target), k, gpu, ranks, schedule)
 
     return of
 
@@ -52,6 +60,16 @@ def test_what_reads_the_pages_is_the_plugins(spoken, place: Path, method: str) -
         "method": "custom_class", "model": "hspec.serving.proposer.HSpecProposer", "num_speculative_tokens": 2,
     }  # fmt: skip
     assert option(made, "--additional-config") == {"hspec_drafter": str(place / method)}
+
+
+@pytest.mark.parametrize("drafter", ["hspec", "dflash", "ngram"])
+def test_fewer_drafts_under_load(spoken, drafter: str) -> None:
+    """Whoever serves it, by vLLM's own setting; k counts below the schedule's first number."""
+    told = option(spoken(drafter, 2, schedule=Schedule.of("3:1,5:0")), "--speculative-config")
+    assert told["num_speculative_tokens"] == 2
+    assert told["num_speculative_tokens_per_batch_size"] == [[1, 2, 2], [3, 4, 1], [5, 5, 0]]
+    with pytest.raises(UsageError, match="3 drafts are more than -k 2"):
+        spoken(drafter, 2, schedule=Schedule.of("1:3"))
 
 
 def test_what_vllm_knows_is_converted_once(spoken, place: Path, tmp_path: Path) -> None:

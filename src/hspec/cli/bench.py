@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hspec.cli.app import app, make_console
-from hspec.cli.options import DEFAULT_TARGET, JsonOption, TargetArgument, numbers
+from hspec.cli.options import DEFAULT_TARGET, DraftsAtOption, JsonOption, TargetArgument, numbers
 
 bench = typer.Typer(no_args_is_help=True, help="Measurements that take whole servers.")
 app.add_typer(bench, name="bench")
@@ -38,6 +38,7 @@ def serve(
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="Of every answer; ends are not heeded.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     k: Annotated[int, typer.Option("-k", min=1, help="Drafted tokens a step, of all methods.")] = 4,
+    drafts_at: DraftsAtOption = None,
     seed: Annotated[int, typer.Option(min=0, help="Of prompts and of sampling.")] = 0,
     out: Annotated[
         Path, typer.Option("--out", "-o", help="Folder for runs, logs and the page; gone on with if it has some.")
@@ -61,13 +62,14 @@ def serve(
     counts = numbers("--concurrency", concurrency)
     if requests < max(counts):
         raise UsageError(f"--requests {requests} never are {max(counts)} at once: ask for as many at least")
-    entrants = entrants_of([name.strip() for name in methods.split(",")], drafter or [], k)
+    entrants = entrants_of([name.strip() for name in methods.split(",")], drafter or [], k, drafts_at)
     cached = any(option.startswith("--enable-prefix-caching") for option in context.args)
     server = [*context.args, *([] if cached or NO_PREFIX_CACHE in context.args else [NO_PREFIX_CACHE])]
     console = make_console(as_json)
     sent = prompts_of(target, prompts, input_tokens, requests, seed)
     plan = Plan(
         target=target, concurrency=counts, requests=requests, rounds=rounds, max_tokens=max_tokens, temperature=temperature, k=k,
+        drafts_at=drafts_at,
         seed=seed, prompts=sent.origin, prompts_hash=sent.hash, input_tokens=sent.mean, server=server,
     )  # fmt: skip
     servers = Servers(plan, out)

@@ -27,6 +27,10 @@ KOption = Annotated[
     int | None, typer.Option("-k", min=1, help="Drafted tokens a step; at most what the drafter was trained for.")
 ]
 NoDraftOption = Annotated[bool, typer.Option("--no-draft", help="Decode without a drafter.")]
+DraftsAtOption = Annotated[
+    str | None,
+    typer.Option("--drafts-at", help="Fewer drafts under load: 3:2,5:0 is two from 3 requests on, none from 5 on."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 JsonListOption = Annotated[bool, typer.Option("--json", help="Print one JSON list and nothing else.")]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; by default torch's choice.")]

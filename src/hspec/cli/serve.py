@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from hspec.cli.app import app
-from hspec.cli.options import DrafterOption, KOption, NoDraftOption
+from hspec.cli.options import DrafterOption, DraftsAtOption, KOption, NoDraftOption
 from hspec.errors import HSpecError, UsageError
 
 
@@ -21,6 +21,7 @@ def serve(
     drafter: DrafterOption = None,
     k: KOption = None,
     no_draft: NoDraftOption = False,
+    drafts_at: DraftsAtOption = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     dry_run: Annotated[
@@ -35,11 +36,12 @@ def serve(
     import shlex
 
     from hspec.serving.command import plan
+    from hspec.serving.schedule import Schedule
 
-    if no_draft and (drafter is not None or k is not None):
-        raise UsageError("--no-draft leaves nothing for --drafter and -k to say: leave out the one or the others")
-
-    command = plan(target, drafter, k, host, port, context.args, os.environ, not no_draft)
+    if no_draft and (drafter is not None or k is not None or drafts_at is not None):
+        raise UsageError("--no-draft leaves nothing for --drafter, -k and --drafts-at to say: leave out the one or the others")
+    schedule = None if drafts_at is None else Schedule.of(drafts_at)
+    command = plan(target, drafter, k, host, port, context.args, os.environ, not no_draft, schedule)
     if dry_run:
         print(
             " ".join(

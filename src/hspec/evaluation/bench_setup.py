@@ -21,6 +21,7 @@ from hspec.evaluation.throughput import NONE, PROMPTS_FILE, Drive, Entrant, Plan
 from hspec.serving.command import parse_options
 from hspec.serving.command import plan as plan_server
 from hspec.serving.load import VLLM_BENCH, Load, LoadResult, put_under_load
+from hspec.serving.schedule import OPTION, Schedule
 from hspec.serving.server import server
 from hspec.targets.sources import ALIASES, model_folder, read_tokenizer
 
@@ -33,11 +34,11 @@ NO_PREFIX_CACHE = "--no-enable-prefix-caching"
 """The same prompts come again at each concurrency: from the second time on they would cost nothing."""
 
 
-def entrants_of(methods: Sequence[str], drafters: Sequence[str], k: int) -> list[Entrant]:
+def entrants_of(methods: Sequence[str], drafters: Sequence[str], k: int, drafts_at: str | None = None) -> list[Entrant]:
     """
     Args:
         methods: ``none``, ``ngram``, ``hspec`` (the drafter that ships) or names of ``drafters``.
-        drafters: ``NAME=FOLDER``.
+        drafters: ``NAME=FOLDER``. drafts_at: as ``hspec serve`` has it, for all that draft.
 
     Raises:
         UsageError: a method without a drafter, a drafter without a name, or a method twice.
@@ -55,19 +56,20 @@ def entrants_of(methods: Sequence[str], drafters: Sequence[str], k: int) -> list
     for name in methods:
         if name in found:
             raise UsageError(f"--methods names {name!r} twice")
-        found[name] = _entrant(name, folders.get(name), k)
+        found[name] = _entrant(name, folders.get(name), ("-k", str(k), *([] if drafts_at is None else [OPTION, drafts_at])))
     return list(found.values())
 
 
-def _entrant(name: str, folder: str | None, k: int) -> Entrant:
+def _entrant(name: str, folder: str | None, drafts: tuple[str, ...]) -> Entrant:
+    """``drafts``: options that say how many."""
     if folder is not None:
-        return Entrant(name, ("--drafter", folder, "-k", str(k)), folder)
+        return Entrant(name, ("--drafter", folder, *drafts), folder)
     if name == NONE:
         return Entrant(name, ("--no-draft",))
     if name == "ngram":
-        return Entrant(name, ("--drafter", "ngram", "-k", str(k)), "prompt lookup")
+        return Entrant(name, ("--drafter", "ngram", *drafts), "prompt lookup")
     if name == "hspec":
-        return Entrant(name, ("-k", str(k)), "the one that ships")
+        return Entrant(name, drafts, "the one that ships")
     raise UsageError(
         f"--methods: no drafter ships for {name!r}: train one ('hspec train --method {name}') and give its folder, --drafter {name}=FOLDER"
     )
@@ -150,7 +152,7 @@ class Servers:
         """
         for entrant in entrants:
             given = parse_options(entrant.arguments)
-            drafter, k = given.get("--drafter"), given.get("-k")
+            drafter, k, drafts_at = given.get("--drafter"), given.get("-k"), given.get(OPTION)
             drafts = "--no-draft" not in given
             try:
                 plan_server(
@@ -162,6 +164,7 @@ class Servers:
                     self.plan.server,
                     os.environ,
                     drafts,
+                    None if drafts_at is None else Schedule.of(drafts_at),
                 )
             except HSpecError as error:
                 raise type(error)(f"{entrant.name}: {error}") from error

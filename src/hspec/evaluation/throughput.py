@@ -50,6 +50,8 @@ class Plan(Strict):
     max_tokens: int
     temperature: float
     k: int
+    drafts_at: str | None = None
+    """Fewer drafts where many requests run at once (see :class:`hspec.serving.schedule.Schedule`)."""
     seed: int
     prompts: str
     """Where they come from ..."""

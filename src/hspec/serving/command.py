@@ -16,6 +16,7 @@ from hspec.drafters.head_share import can_share
 from hspec.errors import HSpecError, UsageError
 from hspec.serving import plugin, versions
 from hspec.serving.ranks import heads_refusal
+from hspec.serving.schedule import Schedule
 from hspec.serving.speculation import NO_SPECULATION, speculation
 from hspec.serving.targets import CACHE_TYPES, cannot_serve, model_refusal
 from hspec.targets.sources import ALIASES, describe, model_folder
@@ -50,7 +51,7 @@ class Command:
 
 def plan(
     target: str, drafter: str | None, k: int | None, host: str, port: int, options: Sequence[str],
-    environment: Mapping[str, str], draft: bool = True,
+    environment: Mapping[str, str], draft: bool = True, schedule: Schedule | None = None,
 ) -> Command:  # fmt: skip
     """Check a request to serve, and write it as vLLM's.
 
@@ -59,6 +60,7 @@ def plan(
         options: further ones, of vLLM.
         environment: what is set already; it is never overruled.
         draft: False serves the target alone, with all else as it would be.
+        schedule: fewer drafts where many requests run at once.
 
     Raises:
         UsageError: the target, the drafter, or an option cannot be served, or the port is taken.
@@ -72,7 +74,7 @@ def plan(
     ranks = ranks_of(given)
     name = ALIASES.get(target, target)
     config = describe(target)
-    chosen = speculation(drafter, target, name, config, k, on_gpu(), ranks) if draft else NO_SPECULATION
+    chosen = speculation(drafter, target, name, config, k, on_gpu(), ranks, schedule) if draft else NO_SPECULATION
     if chosen.by_plugin:
         check_options(given)
         check_model(name, config, ranks)

@@ -17,6 +17,7 @@ from hspec.drafters import convert as conversion
 from hspec.drafters.checkpoint import check_target, known_config
 from hspec.drafters.ngram import NAME as NGRAM
 from hspec.serving.ranks import check_ranks
+from hspec.serving.schedule import Schedule
 from hspec.serving.settings import additional_config, speculative_config
 from hspec.serving.targets import ServedTarget, TemplateHash, check_drafts, require_servable
 from hspec.targets.sources import load_target, model_folder, read_tokenizer
@@ -49,25 +50,27 @@ NO_SPECULATION = Speculation(())
 
 
 def speculation(
-    source: str | None, target: str, name: str, config: Any, k: int | None, gpu: bool, ranks: int = 1
-) -> Speculation:
+    source: str | None, target: str, name: str, config: Any, k: int | None, gpu: bool, ranks: int = 1,
+    schedule: Schedule | None = None,
+) -> Speculation:  # fmt: skip
     """Find out how a drafter is served, before the target is loaded.
 
     Args:
         source: a folder or hub id, behind ``plugin:`` if the plugin is to serve it; ``ngram``, or None for the one that ships.
         target: as the user names it. name: what it stands for. config: transformers' configuration of it.
         k: drafted tokens a step; None takes the drafter's largest. gpu: whether the server will have one.
-        ranks: over which the target's heads are spread.
+        ranks: over which the target's heads are spread. schedule: fewer drafts where many requests run at once.
 
     Raises:
-        UsageError: no drafter, one of another target, a k it was not trained for, or a method that cannot be served here, or not by so
-            many ranks.
+        UsageError: no drafter, one of another target, a k it was not trained for or the schedule exceeds, or a method that cannot be
+            served here, or not by so many ranks.
         HSpecError: its files are damaged, or the converted ones cannot be written.
     """
     if source == NGRAM:
         shortest, longest = NGRAM_LENGTHS
         lengths = {"prompt_lookup_min": shortest, "prompt_lookup_max": longest}
-        return Speculation(_options({"method": NGRAM, "num_speculative_tokens": NGRAM_K if k is None else k, **lengths}))
+        k = NGRAM_K if k is None else k
+        return Speculation(_options({"method": NGRAM, "num_speculative_tokens": k, **lengths}, k, schedule))
     asked = source is not None and source.startswith(PLUGIN)
     folder = drafter_folder((source or "").removeprefix(PLUGIN) or None, name).absolute()
     drafter = known_config(folder)
@@ -79,13 +82,16 @@ def speculation(
     template = TemplateHash(ChatTemplate(read_tokenizer(target)).hash)
     check_target(drafter, ServedTarget(str(model_folder(target)), config, template, nothing, nothing))
     if native:
-        return Speculation(_options({"model": str(speculators_folder(folder, target)), "num_speculative_tokens": k}))
+        converted = str(speculators_folder(folder, target))
+        return Speculation(_options({"model": converted, "num_speculative_tokens": k}, k, schedule))
     check_ranks(drafter, ranks, str(folder))
-    arguments = (*_options(speculative_config(k)), "--additional-config", json.dumps(additional_config(folder)))
+    arguments = (*_options(speculative_config(k), k, schedule), "--additional-config", json.dumps(additional_config(folder)))
     return Speculation(arguments, by_plugin=True)
 
 
-def _options(config: dict[str, Any]) -> tuple[str, ...]:
+def _options(config: dict[str, Any], k: int, schedule: Schedule | None) -> tuple[str, ...]:
+    if schedule is not None:
+        config = {**config, "num_speculative_tokens_per_batch_size": schedule.ranges(k)}
     return "--speculative-config", json.dumps(config)
 
 
