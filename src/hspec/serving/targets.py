@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sized
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from hspec.drafters.config import DrafterConfig, ParallelConfig
 from hspec.errors import UsageError
 from hspec.targets.cache import CacheShape
-from hspec.targets.weight_hash import hash_weights, sampled_rows
+from hspec.targets.weight_files import WeightFiles
 
 FAMILIES = ("llama", "qwen3")
 """transformers' model types whose pages and hidden states vLLM gives as the embedded engine has them."""
@@ -158,29 +156,11 @@ def folder_hash(folder: Path, config: Any) -> str | None:
 
     Returns:
         None where the weights are not in such files here.
+
+    Raises:
+        HSpecError: a file is damaged, or a weight missing.
     """
-    files = _weight_files(folder)
-    names = sorted(files)
-    tied = getattr(config, "tie_word_embeddings", False) and "lm_head.weight" not in files
-    source = {name: name for name in names} | ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
-    if not names or any(name not in files for name in source.values()):
+    try:
+        return WeightFiles(folder, config).hash()
+    except UsageError:
         return None
-
-    def rows(name: str) -> Tensor:
-        with safe_open(files[name], framework="pt") as file:
-            part = file.get_slice(name)
-            return torch.stack([part[row] for row in sampled_rows(part.get_shape()[0])])
-
-    return hash_weights((name, rows(source[name])) for name in sorted(source))
-
-
-def _weight_files(folder: Path) -> dict[str, Path]:
-    """Which file of a model's folder holds each weight."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        return {}
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single)
