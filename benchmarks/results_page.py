@@ -216,10 +216,16 @@ def positions(study: Mapping[str, Any]) -> str:
     return table(["training", *map(str, range(1, width + 1))], rows)
 
 
-def first_seeds(study: Mapping[str, Any]) -> str:
-    """The estimated tau of each method's first seed, the largest first, in a sentence's words."""
-    first = {r["label"]: r["tau"] for r in reversed(study["runs"])}
+def first_seeds(study: Mapping[str, Any], labels: Sequence[str] = ()) -> str:
+    """The estimated tau of each method's first seed, the largest first, in a sentence's words; of ``labels`` only, as far as they are
+    there."""
+    first = {r["label"]: r["tau"] for r in reversed(study["runs"]) if not labels or r["label"] in labels}
     return ", ".join(f"{label} {tau:.3f}" for label, tau in sorted(first.items(), key=lambda item: -item[1]))
+
+
+def estimate(study: Mapping[str, Any], label: str, seed: int) -> float:
+    """A training's estimated tau."""
+    return next(r["tau"] for r in study["runs"] if (r["label"], r["seed"]) == (label, seed))
 
 
 def drafting(found: Mapping[str, Any], k: int) -> dict[str, Any]:
@@ -299,6 +305,7 @@ def render() -> str:
         positions,
         courses,
         first_seeds,
+        estimate,
         drafting,
         transfer,
         in_words,

@@ -68,6 +68,7 @@ def test_an_unfinished_study(tmp_path: Path) -> None:
     rows = page.trainings(study).splitlines()
     assert rows[2] == "| hspec | 0 | 18.9 M | 200 | 0.2 | 20 | 2.000 | 1.200 | 1.000 | 0.020 |"
     assert rows[3].endswith("| 1.000 | - |") and page.first_seeds(study) == "dflash 1.200, hspec 1.200"
+    assert page.first_seeds(study, ("hspec", "gone")) == "hspec 1.200" and page.estimate(study, "dflash", 0) == 1.2
     assert page.courses(study, (0.25, 0.75)).splitlines()[0] == "| training | 25% of the blocks | 75% of the blocks |"
     assert page.courses(study, (0.25, 0.75)).splitlines()[2] == "| hspec 0 | 1.050 | 1.150 |"
     assert page.positions(study).splitlines()[2] == "| hspec 0 | 0.500 | - |"
