@@ -250,6 +250,13 @@ def throughputs(bench: Mapping[str, Any]) -> str:
     return table(["at once", *methods], rows)
 
 
+def rounds(bench: Mapping[str, Any]) -> str:
+    """How many there were, in words: a bench that was stopped may have fewer than were planned, and more of some methods."""
+    counts = [cell["rounds"] for cells in bench["methods"].values() for cell in cells.values()]
+    least, most = min(counts), max(counts)
+    return f"{least} round{'s' if least > 1 else ''}" if least == most else f"{least} to {most} rounds"
+
+
 def rooms(bench: Mapping[str, Any]) -> str:
     """A row a method: tokens that the KV cache has room for, and what was held and preempted at each concurrency."""
     rows = []
@@ -311,6 +318,7 @@ def render() -> str:
         in_words,
         throughputs,
         rooms,
+        rounds,
         drafting_costs,
     )
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from hspec.remote.address import Address
 from hspec.remote.ahead import StreamsAhead
 from hspec.remote.client import FeatureClient, FeatureError, Patience
 from hspec.remote.facts import Facts
+from hspec.remote.wire import receive
 from hspec.targets.target import Target
 from tests.remote.helpers import greeting, pretending, serving
 
@@ -73,7 +75,12 @@ def test_the_greeting_is_looked_at(facts: Facts) -> None:
             FeatureClient([address], facts, Patience()).open()
     says = r"does not speak this protocol .*: is it one of 'hspec serve-features', of the same version"
     mail = b"220 mail.example ESMTP ready\r\n"
-    with pretending(lambda c: c.sendall(mail)) as address, pytest.raises(FeatureError, match=says):
+
+    def speak(connection: socket.socket) -> None:
+        receive(connection, 0)  # a side that closes with something unread resets the connection, and what it said may be lost
+        connection.sendall(mail)
+
+    with pretending(speak) as address, pytest.raises(FeatureError, match=says):
         FeatureClient([address], facts, Patience()).open()
 
 
