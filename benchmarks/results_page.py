@@ -257,6 +257,21 @@ def rounds(bench: Mapping[str, Any]) -> str:
     return f"{least} round{'s' if least > 1 else ''}" if least == most else f"{least} to {most} rounds"
 
 
+def leads(bench: Mapping[str, Any], name: str, others: Sequence[str]) -> str:
+    """At which concurrencies a method's throughput is above all the others' in every round that they have in common."""
+    methods = bench["methods"]
+    found = [
+        concurrency
+        for concurrency, cell in methods[name].items()
+        if all(
+            mine > theirs
+            for other in others
+            for mine, theirs in zip(cell["throughput_all"], methods[other][concurrency]["throughput_all"], strict=False)
+        )
+    ]
+    return "no concurrency" if not found else ", ".join(found[:-1]) + (" and " if found[1:] else "") + found[-1]
+
+
 def rooms(bench: Mapping[str, Any]) -> str:
     """A row a method: tokens that the KV cache has room for, and what was held and preempted at each concurrency."""
     rows = []
@@ -318,6 +333,7 @@ def render() -> str:
         in_words,
         throughputs,
         rooms,
+        leads,
         rounds,
         drafting_costs,
     )

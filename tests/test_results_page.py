@@ -79,7 +79,8 @@ def test_a_bench_and_costs(tmp_path: Path) -> None:
 
     def cell(throughput: float, ratios: list[float], tau: float | None) -> dict[str, object]:
         return {"throughput": throughput, "ratio": ratios[0] if ratios else None, "ratios": ratios, "tau": tau, "kv_peak": 0.5,
-                "kv_tokens": 4480, "preemptions": 2, "rounds": max(1, len(ratios))}  # fmt: skip
+                "kv_tokens": 4480, "preemptions": 2, "rounds": max(1, len(ratios)),
+                "throughput_all": [throughput, throughput + 1]}  # fmt: skip
 
     methods = {
         "none": {"1": cell(20, [], None)},
@@ -94,6 +95,7 @@ def test_a_bench_and_costs(tmp_path: Path) -> None:
         page.throughputs(bench).splitlines()[2]
         == "| 1 | 20.0 | 30.0 (1.50x, 1.40 .. 1.60; tau 1.87) | 10.0 (0.50x, 0.50 .. 0.50) |"
     )
+    assert page.leads(bench, "hspec", ("none", "ngram")) == "1" and page.leads(bench, "none", ("hspec",)) == "no concurrency"
     assert page.rounds(bench) == "1 to 3 rounds"
     assert page.rooms(bench).splitlines()[3] == "| hspec | 4,480 | 50 %, 2 |"
     costs = {"drafting": [
