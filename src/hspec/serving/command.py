@@ -193,9 +193,8 @@ def cpu_defaults(given: Mapping[str, str], environment: Mapping[str, str], ranks
     additions = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}  # it keeps a core to itself otherwise
     if "--kv-cache-memory-bytes" not in given and "--gpu-memory-utilization" not in given:
         additions["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, min(4, available_memory() // (4 * ranks * GIB))))  # of each rank
-    if (
-        ranks > 1 and memory_nodes() < ranks
-    ):  # vLLM gives each rank a node of its own, and refuses to start where there are fewer
+    if ranks > 1 and memory_nodes() < ranks:
+        # vLLM gives each rank a node of its own, and refuses to start where there are fewer.
         additions["VLLM_CPU_OMP_THREADS_BIND"] = bindings(os.sched_getaffinity(0), ranks)
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     if openmp.exists():  # vLLM recommends it, the more so with speculation
