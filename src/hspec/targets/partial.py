@@ -14,6 +14,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import rotate_half
 
 from hspec.errors import UsageError
 from hspec.targets.cache import KVCache
@@ -161,7 +162,7 @@ class PartialTarget(Target):
         rope = (kinds[layer],) if by_kind and kinds else ()
         cos, sin = self.model.model.rotary_emb(stream, positions, *rope)
         keys, values = self.layers[layer](stream)
-        return keys * cos.unsqueeze(1) + _rotate_half(keys) * sin.unsqueeze(1), values
+        return keys * cos.unsqueeze(1) + rotate_half(keys) * sin.unsqueeze(1), values
 
 
 class _KVOfLayer(nn.Module):
@@ -190,11 +191,6 @@ def _fill(module: nn.Module, files: WeightFiles, prefix: str) -> nn.Module:
         weight = files.read(f"{prefix}.{name}").float()
         setattr(owner, name.rpartition(".")[2], nn.Parameter(weight, requires_grad=False))
     return module
-
-
-def _rotate_half(x: Tensor) -> Tensor:
-    one, two = x.chunk(2, dim=-1)
-    return torch.cat((-two, one), dim=-1)
 
 
 def load_partial_target(
