@@ -20,8 +20,9 @@ SERVING_STAMP := .venv-serving/.installed
 demo: $(STAMP)
 	$(BIN)/hspec demo
 
+# A process of tests for each core, four at most: each has some 2 GB.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 test-browser: $(STAMP)
 	$(BIN)/python -m pytest -m browser tests/evaluation

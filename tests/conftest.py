@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from hspec.drafters.parallel import ParallelDrafter
 from hspec.targets.target import Target
 from tests.tiny import tiny_drafter, tiny_target
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Of several processes of tests each has its share of the cores: threads that wait for each other's cores take many times as long."""
+    worker = getattr(config, "workerinput", None)
+    if worker is None:
+        return
+    threads = max(1, torch.get_num_threads() // worker["workercount"])
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # for the processes that tests start
 
 
 @pytest.fixture(autouse=True)
