@@ -33,7 +33,7 @@ from hspec.training.job import shape
 ROOT = Path(__file__).parent.parent
 DATA, PAGE, TEMPLATE = ROOT / "docs" / "results", ROOT / "docs" / "results.md", Path(__file__).with_name("results.md.j2")
 KEPT = ("method", "k", "seeds", "tasks", "tau", "speedup", "acceptance", "draft_ms", "verify_ms", "ms_per_token", "ms_per_token_model",
-        "drafter_kv_bytes", "tau_by_position", "tau_by_input", "looping", "tokens", "steps")  # fmt: skip
+        "drafter_kv_bytes", "tau_by_position", "tau_by_input", "tau_by_origin", "looping", "tokens", "steps")  # fmt: skip
 
 
 # -- collecting --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ import pytest
 
 from hspec.errors import HSpecError, UsageError
 from hspec.evaluation.records import RecordFile
-from hspec.training.prompts import clean_prompts
+from hspec.training.conversations import Conversation
+from hspec.training.prompts import Prompt, clean_prompts, prompt_id
 from hspec.training.sources import SourceConfig, stream_sources
 from tests.evaluation.test_summary import record
 from tests.saved import loaded, save_target, write_exchanges
@@ -99,6 +100,30 @@ def test_data(tmp_path: Path) -> None:
     ((asked, answer),) = data.functions(tmp_path)
     assert asked == "Write the Python function squares(values, start=0). Sum of squares."
     assert answer.startswith("```python\ndef squares(") and answer.endswith("return total\n```")
+
+
+def test_copying_data() -> None:
+    """Every word of an answer that is not of its frame stands in the prompt, in the same order; held-out conversations give none."""
+    copying = script("copying_data")
+    lines = [f"Sentence number {n} says {n * n} and nothing else." for n in range(40)]
+    pairs = list(copying.copying(lines, 50, 500, 3))
+    assert pairs == list(copying.copying(lines, 50, 500, 3)) != list(copying.copying(lines, 50, 500, 4))
+    for asked, answer in pairs:
+        copied = [line for line in lines if line in answer]
+        assert copied and all(line in asked for line in copied)
+        assert len(answer) <= sum(map(len, copied)) + 3 * len(copied) + len('The sentence is: ""')
+        assert len(asked) < 500 + 70 + 150 + 14 * 12  # sentences, the last of them, the question, numbers
+    assert len(list(copying.copying(lines[:5], 5, 10_000, 0))) == 5  # fewer sentences than there is room for
+
+    said = "This one is free for the training of drafters! Short one.\n\n* A third one, as long as the first one is."
+    asked = {
+        held: next(t for t in map("Say {}.".format, range(1000)) if Prompt(prompt_id(t), t).held_out is held)
+        for held in (True, False)
+    }
+    chats = {h: Conversation.of([{"role": "user", "content": asked[h]}, {"role": "assistant", "content": said}]) for h in asked}
+    assert list(copying.sentences([chats[True]])) == []
+    expected = ["This one is free for the training of drafters!", "* A third one, as long as the first one is."]
+    assert list(copying.sentences([chats[False], chats[True], chats[False]])) == expected
 
 
 def test_transfer(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Where a step and a turn are counted: the edges of the bins, and sums by hand."""
 
-from hspec.evaluation.bins import INPUTS, POSITIONS, Bins, by_input, by_position
+from hspec.evaluation.bins import INPUTS, ORIGINS, POSITIONS, Bins, by_input, by_origin, by_position
 from hspec.evaluation.records import Record
 from tests.evaluation.test_summary import turn
 
@@ -35,3 +35,12 @@ def test_each_turn_is_counted_from_its_own_beginning() -> None:
 def test_a_turn_counts_by_its_own_prompt() -> None:
     found = by_input(record((63, [1, 2]), (64, [4]), (200, [3, 3, 3]), (1024, [])))
     assert found.tolist() == [[3, 2], [13, 4], [0, 0], [0, 0], [0, 0], [0, 0]]
+
+
+def test_a_step_counts_by_the_origin_of_its_first_token() -> None:
+    """Tokens 2 to 4, then 5, then 6 and 7, of which 2, 5 and 6 say where the step belongs; a turn without marks counts nowhere."""
+    runs = [3, 1, 2]
+    marked = record((10, runs), (10, runs)).model_copy()
+    marked.turns[0] = marked.turns[0].model_copy(update={"origins": "npaanpn"})
+    found = dict(zip(ORIGINS.values(), by_origin(marked).tolist(), strict=True))
+    assert found == {"new": [1, 1], "in the prompt": [3 + 2, 2], "said before": [0, 0]}

@@ -13,6 +13,7 @@ from hspec.decoding.sequence import Request
 from hspec.drafters.parallel import ParallelDrafter
 from hspec.errors import HSpecError, UsageError
 from hspec.evaluation.harness import AR, Contender, Setting, evaluate, identity, pieces
+from hspec.evaluation.origin import origins
 from hspec.evaluation.records import Record, RecordFile, whole_groups
 from hspec.evaluation.summary import summarise
 from hspec.evaluation.tasks.task import Task, TaskPrompt
@@ -49,6 +50,9 @@ def test_all_answers(target: Target, contenders: list[Contender], tmp_path: Path
             assert "".join(turn.pieces) == target.tokenizer.decode(turn.tokens)
             assert sum(turn.accepted) == turn.drafted.count("1")
             assert turn.verify_seconds > 0 and turn.prefill_seconds > 0
+        if record.task == "talk":
+            asked = [{"role": "user", "content": record.turns[0].question}]
+            assert record.turns[0].origins == origins(target.template.encode(asked), record.turns[0].tokens)
         assert record.seconds > 0
         assert record.counters.emitted == sum(sum(t.runs) for t in record.turns)
         assert (record.drafter_kv_bytes > 0) == (record.contender == "other")

@@ -51,7 +51,8 @@ def folder(tmp_path: Path) -> Path:
     records = [with_prompt_of(r, 300) if r.task == "code" and int(r.id) < 4 else r for r in records]
     records = [with_prompt_of(r, 1500) if (r.task, r.id, r.contender) == ("code", "9", "a") else r for r in records]
     for record in records:
-        RecordFile(tmp_path / "records.jsonl").append(record)
+        marked = [t.model_copy(update={"origins": "n" + "np" * len(t.tokens)}) for t in record.turns]
+        RecordFile(tmp_path / "records.jsonl").append(record.model_copy(update={"turns": marked}))
     about = {"target": {"name": "a <target>", "weights": "0123"}, "dtype": "float32", "device": "cpu", "contenders": CONTENDERS}
     (tmp_path / "evaluation.json").write_text(json.dumps(about))
     return tmp_path
@@ -76,7 +77,7 @@ def test_page(folder: Path) -> None:
         "offline"
     )
     assert not [tag for tag, _ in tags.found if tag in ("script", "link") and tag == "script"]
-    assert len([tag for tag, _ in tags.found if tag == "svg"]) == 5
+    assert len([tag for tag, _ in tags.found if tag == "svg"]) == 6
     ids = [a["id"] for _, a in tags.found if a.get("id")]
     assert len(set(ids)) == len(ids), "every id of every plot is its own"
     assert "Drafters for a &lt;target&gt;" in page and "Why &lt;b&gt;?" in page
@@ -108,6 +109,17 @@ def test_tables_of_bins(folder: Path) -> None:
     for b, row in zip(entrants["b"]["tau_by_position"], rows, strict=True):
         assert row[0] == b["bin"] and row[2].startswith(f"{b['tau']['value']:.2f} ") and row[2].endswith(f"({b['prompts']})")
     assert [row[0] for row in rows] == ["1-32", "33-64", "65-128"]
+    _, *rows = cells(page, "Tau by origin (prompts)")
+    assert [row[0] for row in rows] == ["new", "in the prompt"]
+
+
+def test_records_without_origins(folder: Path) -> None:
+    """Those of before they were kept: there is no such table."""
+    file = RecordFile(folder / "records.jsonl")
+    old = [[t.model_copy(update={"origins": ""}) for t in record.turns] for record in file.read()]
+    file.rewrite([record.model_copy(update={"turns": turns}) for record, turns in zip(file.read(), old, strict=True)])
+    page = write_report(folder).read_text(encoding="utf-8")
+    assert "Tau by origin" not in page and "Tau by input length" in page
 
 
 def test_two_settings_have_ids_of_their_own(folder: Path) -> None:
@@ -115,7 +127,7 @@ def test_two_settings_have_ids_of_their_own(folder: Path) -> None:
         RecordFile(folder / "records.jsonl").append(record.model_copy(update={"setting": "T=1"}))
     tags = Tags(write_report(folder).read_text(encoding="utf-8"))
     ids = [a["id"] for _, a in tags.found if a.get("id")]
-    assert len(set(ids)) == len(ids) and len([tag for tag, _ in tags.found if tag == "svg"]) == 10
+    assert len(set(ids)) == len(ids) and len([tag for tag, _ in tags.found if tag == "svg"]) == 12
 
 
 def test_an_interrupted_evaluation(folder: Path) -> None:
@@ -153,7 +165,7 @@ def test_training_and_costs(folder: Path) -> None:
     }
     (folder / "costs.json").write_text(json.dumps(costs))
     page = write_report(folder, training=[run], costs=folder / "costs.json").read_text(encoding="utf-8")
-    assert len([tag for tag, _ in Tags(page).found if tag == "svg"]) == 9
+    assert len([tag for tag, _ in Tags(page).found if tag == "svg"]) == 10
     with pytest.raises(UsageError, match=r"--training .*gone: cannot read"):
         training_curves([folder / "gone"])
     with pytest.raises(UsageError, match="not the log of a training"):

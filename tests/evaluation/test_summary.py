@@ -123,6 +123,18 @@ def test_tau_by_position_and_by_input() -> None:
     assert {b["tau"]["value"] for b in found["ar"]["tau_by_position"] + found["ar"]["tau_by_input"]} == {1.0}
 
 
+def test_tau_by_origin() -> None:
+    """Steps whose first token is in the prompt emit three tokens, others one."""
+    records = [r for i in range(5) for r in answered("t", str(i), [3, 1, 3, 1], 20)]
+    marks = {"ar": "nnnnnnnnn", "a": "npnnnpnnn"}
+    records = [r.model_copy(update={"turns": [r.turns[0].model_copy(update={"origins": marks[r.contender]})]}) for r in records]
+    found = summarise(records, {name: CONTENDERS[name] for name in ("ar", "a")})["greedy"]["entrants"]["a"]["tau_by_origin"]
+    assert [(b["bin"], b["prompts"], b["steps"], b["tau"]["value"]) for b in found] == [
+        ("new", 5, 10, 1.0),
+        ("in the prompt", 5, 10, 3.0),
+    ]
+
+
 def test_bins_of_several_seeds() -> None:
     """A prompt counts once however many trainings answered it; sums are of all."""
     records = [

@@ -1,4 +1,4 @@
-"""Cutting the steps of answers into bins: by how far the answer had come, and by how long the text before it was."""
+"""Cutting the steps of answers into bins: by how far the answer had come, by how long the text before it was, by what was copied."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hspec.evaluation.origin import ANSWER, NEW, PROMPT
 from hspec.evaluation.records import Record
 from hspec.evaluation.statistics import Floats
 
@@ -32,11 +33,18 @@ class Bins:
             return f"{low}+"
         return f"{low}-{above[0] - 1}" if low else f"<{above[0]}"
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return tuple(map(self.label, range(len(self))))
+
 
 POSITIONS = Bins((1, 33, 65, 129, 257, 513, 1025))
 """Of a token in its answer, counted from 1."""
 INPUTS = Bins((0, 64, 256, 1024, 4096, 16384))
 """Tokens before an answer."""
+
+ORIGINS = {NEW: "new", PROMPT: "in the prompt", ANSWER: "said before"}
+"""Labels of tokens by their mark (:mod:`hspec.evaluation.origin`)."""
 
 Cut = Callable[[Record], Floats]
 """The tokens that a record's steps emitted, and how many steps there were, in each bin: ``[bins, 2]``."""
@@ -59,4 +67,16 @@ def by_input(record: Record) -> Floats:
     sums = np.zeros((len(INPUTS), 2))
     for turn in record.turns:
         sums[INPUTS.index(turn.prompt_tokens)] += (sum(turn.runs), len(turn.runs))
+    return sums
+
+
+def by_origin(record: Record) -> Floats:
+    """Steps by where the first token that they emit comes from, with all their tokens, as a :data:`Cut` over :data:`ORIGINS`."""
+    sums = np.zeros((len(ORIGINS), 2))
+    rows = {mark: row for row, mark in enumerate(ORIGINS)}
+    for turn in record.turns:
+        token = 1
+        for run in turn.runs if turn.origins else ():
+            sums[rows[turn.origins[token]]] += (run, 1)
+            token += run
     return sums

@@ -23,6 +23,7 @@ from hspec.decoding.sequence import Request, Result
 from hspec.errors import HSpecError, UsageError
 from hspec.evaluation.held_out import drafter_hash, is_looping
 from hspec.evaluation.memory import PeakMemory
+from hspec.evaluation.origin import origins
 from hspec.evaluation.records import Record, RecordFile, TurnRecord, whole_groups
 from hspec.evaluation.tasks.task import Task, TaskPrompt, as_openai, takes_tools
 from hspec.files import reason, write_text
@@ -219,7 +220,8 @@ class _Dialogue:
         decode = self.target.tokenizer.decode
         turn = TurnRecord(
             question=self._messages[-1]["content"], text=result.text, pieces=pieces(result.tokens, decode), tokens=result.tokens,
-            drafted="".join("01"[d] for d in result.drafted), runs=result.runs, refused=result.refused,
+            drafted="".join("01"[d] for d in result.drafted), origins=origins(request.prompt, result.tokens),
+            runs=result.runs, refused=result.refused,
             refused_text=[decode(drafts) for drafts in result.refused], prompt_tokens=len(request.prompt),
             finish_reason=result.finish_reason, looping=is_looping(result.tokens), prefill_seconds=prefill,
             draft_seconds=draft, verify_seconds=verify, reached=result.counters.reached, accepted=result.counters.accepted,

@@ -69,11 +69,13 @@ def acceptance_by_position(setting: str, entrants: Mapping[str, Mapping[str, Any
     return _svg(f"{setting}: acceptance by position", draw)
 
 
-def tau_by_bin(name: str, entrants: Mapping[str, Mapping[str, Any]], key: str, bins: Sequence[str], x: str) -> str:
+def tau_by_bin(
+    name: str, entrants: Mapping[str, Mapping[str, Any]], key: str, bins: Sequence[str], x: str, joined: bool
+) -> str:
     """Tau with 95 % intervals over bins from left to right.
 
     Args:
-        key: of an entrant, the list of its bins. bins: labels of all that are shown.
+        key: of an entrant, the list of its bins. bins: labels of all that are shown. joined: by a line.
     """
 
     def draw(axes: Axes) -> None:
@@ -82,7 +84,8 @@ def tau_by_bin(name: str, entrants: Mapping[str, Mapping[str, Any]], key: str, b
             # Beside each other, so that intervals do not hide each other.
             places = [bins.index(b["bin"]) + (i - (len(entrants) - 1) / 2) * shift for b in entrant[key]]
             own = [b["tau"] for b in entrant[key]]
-            axes.errorbar(places, [e["value"] for e in own], _errors(own), label=label, capsize=2, **_line(i))
+            style = _line(i) if joined else _line(i) | {"linestyle": "none"}
+            axes.errorbar(places, [e["value"] for e in own], _errors(own), label=label, capsize=2, **style)
         axes.set_xticks(range(len(bins)), bins)
         axes.set_xlabel(x)
         axes.set_ylabel("tau")

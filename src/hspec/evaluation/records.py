@@ -27,6 +27,8 @@ class TurnRecord(Strict):
     """Emitted tokens; the first is the prefill's."""
     drafted: str
     """A character a token: 1 if it was a draft that the target accepted, else 0."""
+    origins: str = ""
+    """A character a token, see :mod:`hspec.evaluation.origin`; empty in records of before this was kept."""
     runs: list[int]
     """Tokens emitted by each verification step."""
     refused: list[list[int]]

@@ -10,7 +10,7 @@ from typing import Any
 
 from hspec.errors import HSpecError, UsageError
 from hspec.evaluation import plots
-from hspec.evaluation.bins import INPUTS, POSITIONS, Bins
+from hspec.evaluation.bins import INPUTS, ORIGINS, POSITIONS
 from hspec.evaluation.harness import AR, RECORDS_FILE
 from hspec.evaluation.page import render
 from hspec.evaluation.records import Record, RecordFile, TurnRecord
@@ -24,10 +24,11 @@ TEXTS = 1
 """Prompts of each task whose answers are shown, unless others are chosen."""
 
 CUTS = (
-    ("tau_by_position", POSITIONS, "tau by response position", "tokens of the answer"),
-    ("tau_by_input", INPUTS, "tau by input length", "tokens of the prompt"),
+    ("tau_by_position", POSITIONS.labels, "tau by response position", "tokens of the answer", True),
+    ("tau_by_input", INPUTS.labels, "tau by input length", "tokens of the prompt", True),
+    ("tau_by_origin", tuple(ORIGINS.values()), "tau by origin", "the next token is", False),
 )
-"""What else tau is shown by: the key in the summary, its bins, a title, and what is counted."""
+"""What else tau is shown by: the key in the summary, labels of its bins, a title, what is counted, and whether bins have an order."""
 
 
 @dataclass(frozen=True)
@@ -99,21 +100,21 @@ def _setting(name: str, found: dict[str, Any]) -> dict[str, Any]:
     drawn += [plots.acceptance_by_position(name, tested)] if tested else []
     sped = {n: e for n, e in drafters.items() if e["speedup"] is not None}
     drawn += [plots.speed_against_memory(name, sped)] if sped else []
-    cuts = [_cut(drafters, *cut) for cut in CUTS] if drafters else []
+    cuts = [cut for cut in (_cut(drafters, *cut) for cut in CUTS) if cut["rows"]] if drafters else []
     drawn += [
-        plots.tau_by_bin(f"{name}: {cut['title']}", drafters, cut["key"], list(cut["rows"]), cut["tokens"])
+        plots.tau_by_bin(f"{name}: {cut['title']}", drafters, cut["key"], list(cut["rows"]), cut["tokens"], cut["ordered"])
         for cut in cuts
         if len(cut["rows"]) > 1  # one point is no curve
     ]
     return {"name": name, "found": found, "plots": drawn, "cuts": cuts, "sentences": sentences(found)}
 
 
-def _cut(drafters: dict[str, Any], key: str, bins: Bins, title: str, tokens: str) -> dict[str, Any]:
+def _cut(drafters: dict[str, Any], key: str, bins: Sequence[str], title: str, tokens: str, ordered: bool) -> dict[str, Any]:
     """The table of tau by bin: ``rows`` by label, in each row what is known of every drafter, in their order, or None."""
     known = [{b["bin"]: b for b in e[key]} for e in drafters.values()]
-    labels = [label for label in map(bins.label, range(len(bins))) if any(label in own for own in known)]
+    labels = [label for label in bins if any(label in own for own in known)]
     rows = {label: [own.get(label) for own in known] for label in labels}
-    return {"key": key, "title": title, "tokens": tokens, "names": list(drafters), "rows": rows}
+    return {"key": key, "title": title, "tokens": tokens, "ordered": ordered, "names": list(drafters), "rows": rows}
 
 
 def sentences(found: dict[str, Any]) -> list[str]:

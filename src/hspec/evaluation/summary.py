@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hspec.evaluation.bins import INPUTS, POSITIONS, Bins, Cut, by_input, by_position
+from hspec.evaluation.bins import INPUTS, ORIGINS, POSITIONS, Cut, by_input, by_origin, by_position
 from hspec.evaluation.harness import AR
 from hspec.evaluation.records import Record
 from hspec.evaluation.statistics import Estimate, Floats, Resampling, prompts_needed, verdict
@@ -97,12 +97,12 @@ class Measured:
         )
         return self.resampling.ratio("all tasks", _key(row), accepted, reached) if reached.sum() else None
 
-    def tau_in(self, row: Entrant, cut: Cut, bins: Bins) -> list[dict[str, Any]]:
+    def tau_in(self, row: Entrant, cut: Cut, labels: Sequence[str]) -> list[dict[str, Any]]:
         """Pooled over tasks, for each bin in which there is a step: ``bin``, ``prompts``, ``steps`` and ``tau``."""
         records = [[self._records[name, t, id] for t in self.tasks for id in self.prompts[t]] for name in row.contenders]
         sums = np.array([[cut(record) for record in of_seed] for of_seed in records])  # [seeds, prompts, bins, 2]
         found = []
-        for index in range(len(bins)):
+        for index, label in enumerate(labels):
             emitted, steps = sums[:, :, index, 0], sums[:, :, index, 1]
             if not steps.any():
                 continue
@@ -110,7 +110,7 @@ class Measured:
             tau = {"value": float(emitted.sum() / steps.sum()), "low": None, "high": None}
             if prompts >= FEWEST:
                 tau = self.resampling.ratio("all tasks", _key(row), emitted, steps).as_dict()
-            found.append({"bin": bins.label(index), "prompts": prompts, "steps": int(steps.sum()), "tau": tau})
+            found.append({"bin": label, "prompts": prompts, "steps": int(steps.sum()), "tau": tau})
         return found
 
     def _ratio(self, row: Entrant, task: str, above: Callable[[Record], float], below: Callable[[Record], float]) -> Estimate:
@@ -188,8 +188,9 @@ def _of_entrant(
         "tau": Estimate.mean(list(taus.values())).as_dict(),
         "speedup": speed and Estimate.mean(list(speed.values())).as_dict(),
         "tau_pooled": emitted / max(steps, 1),
-        "tau_by_position": measured.tau_in(row, by_position, POSITIONS),
-        "tau_by_input": measured.tau_in(row, by_input, INPUTS),
+        "tau_by_position": measured.tau_in(row, by_position, POSITIONS.labels),
+        "tau_by_input": measured.tau_in(row, by_input, INPUTS.labels),
+        "tau_by_origin": measured.tau_in(row, by_origin, list(ORIGINS.values())),
         "acceptance": [p.as_dict() for p in positions if p is not None],
         "draft_ms": draft if measured.timed else None,
         "verify_ms": verify if measured.timed else None,
