@@ -126,6 +126,20 @@ def test_copying_data() -> None:
     assert list(copying.sentences([chats[False], chats[True], chats[False]])) == expected
 
 
+def test_docstring_prompts() -> None:
+    """Words for tokens: as many as asked, of modules that have so many; a part of the library that is missing is passed over."""
+    script_ = script("docstring_prompts")
+    names = ["json", "textwrap", "no_such_module", "token", "argparse"]
+    made = list(script_.prompts(names, 200, 9, 1, str.split, " ".join))
+    assert {name for name, _ in made} == {"json", "textwrap", "argparse"}
+    for number, (_, prompt) in enumerate(made):
+        text, request = prompt.split("\n\n")
+        assert len(text.split()) == 200 and request == script_.REQUESTS[number]
+    assert list(script_.prompts(names, 200, 2, 1, str.split, " ".join)) == made[:2]
+    said = script_.documentation(sys.modules["textwrap"])
+    assert said.startswith("textwrap\nText wrapping and filling.") and "\n\nTextWrapper.wrap\nwrap(text : string)" in said
+
+
 def test_transfer(tmp_path: Path) -> None:
     """The second target lacks one prompt, which then counts for neither; of the two others it needs twice the steps."""
     transfer = script("transfer")

@@ -211,28 +211,49 @@ def test_candidates_hold_the_best_and_the_label() -> None:
     p, best = case.full().softmax(-1), case.full().argmax(-1)
     for i, row in enumerate(z):
         ids, top, label = DRAFT_IDS[found.ids[i]], row.topk(3).indices, int(case.tokens[i])
-        assert torch.equal(found.ids[i, :2], top[:2])
+        assert torch.equal(found.ids[i, :2], top[:2]) and torch.equal(found.drafted(found.ids)[i], top)
         assert torch.allclose(found.p[i].double(), p[i, ids], rtol=1e-4)
         missing = label in DRAFT_IDS and label not in DRAFT_IDS[top]
         assert int(ids[2]) == (label if missing else int(DRAFT_IDS[top[2]]))
-        for place, wanted in ((found.label[i], label), (found.token[i], label), (found.argmax[i], int(best[i]))):
-            assert int(place) == (ids.tolist().index(wanted) if wanted in ids else -1)
+        assert int(found.label[i]) == (ids[:3].tolist().index(label) if label in ids[:3] else -1)
+        for id, wanted in ((found.token[i], label), (found.argmax[i], int(best[i]))):
+            assert int(id) == (DRAFT_IDS.tolist().index(wanted) if wanted in DRAFT_IDS else -1)
 
 
 @pytest.mark.parametrize("weights", TERMS.values(), ids=TERMS.keys())
 def test_the_candidates_terms_are_those_of_the_definition(weights: LossWeights) -> None:
     case = Case()
     _, stats = case.run(TERMS["all"], extras=Extras(4, case.tokens))
-    found, scores = stats.candidates, torch.randn(40, 4, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    found, scores = stats.candidates, torch.randn(40, 5, generator=torch.Generator().manual_seed(3)).requires_grad_()
     assert found is not None
-    total, own = candidate_objective(scores, found, case.weight, weights)
-    terms = [naive(found.p[i].double(), scores[i].double(), found.label[i], weights) for i in range(40)]
+    total, _ = candidate_objective(scores, found, case.weight, weights)
+    terms = [naive(found.p[i, :4].double(), scores[i, :4].double(), found.label[i], weights) for i in range(40)]
     expected = torch.stack(terms) @ case.weight.double()
     assert torch.allclose(total.double(), expected, rtol=1e-5)
     for mine, theirs in zip(torch.autograd.grad(total, scores), torch.autograd.grad(expected, scores)):
         assert torch.allclose(mine, theirs, rtol=1e-4, atol=2e-6)
-    assert own.agreement.tolist() == (scores.argmax(-1) == found.argmax).tolist()
-    assert (own.token_ratio > 0).tolist() == (found.token >= 0).tolist()
+
+
+def test_a_label_among_the_candidates_does_not_count_as_drafted() -> None:
+    """Statistics are of the q that would be drafted from, over the best alone; the label, where it had to be added, is not in it."""
+    case = Case()
+    _, stats = case.run(TERMS["all"], extras=Extras(4, case.tokens))
+    found, scores = stats.candidates, torch.randn(40, 5, generator=torch.Generator().manual_seed(3))
+    assert found is not None
+    scores[:, 3] += 5  # the label's place, if it was added
+    own = candidate_objective(scores, found, case.weight, LossWeights())[1]
+    full = case.full().softmax(-1)
+    added = 0
+    for i in range(40):
+        ids = found.ids[i, [0, 1, 2, 4]]
+        added += int(found.ids[i, 3] != found.ids[i, 4])
+        q = torch.zeros(len(DRAFT_IDS)).index_copy(0, ids, scores[i, [0, 1, 2, 4]].softmax(-1))
+        p = full[i, DRAFT_IDS].float()
+        assert float(own.acceptance[i]) == pytest.approx(float(torch.minimum(p, q).sum()), rel=1e-4)
+        assert bool(own.agreement[i]) == (int(DRAFT_IDS[q.argmax()]) == int(full[i].argmax()))
+        token = int(found.token[i])
+        assert float(own.token_ratio[i]) == pytest.approx(min(1, float(q[token] / p[token])) if token >= 0 else 0, rel=1e-4)
+    assert 3 < added < 40 and int(own.agreement.sum()) > 0
 
 
 def test_no_gradients_are_computed_where_none_are_asked_for() -> None:

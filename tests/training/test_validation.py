@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from hspec.decoding.engine import Engine
 from hspec.decoding.params import SamplingParams
 from hspec.decoding.sequence import Request, Result
+from hspec.drafters.config import SelectorConfig
 from hspec.drafters.drafter import Drafter
 from hspec.targets.target import Target
 from hspec.training.config import GrowthStage
@@ -139,15 +141,21 @@ def benchmark() -> ModuleType:
     return module
 
 
-@pytest.fixture(scope="module")
-def trained(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Drafter:
+HEADS: dict[str, dict[str, Any]] = {
+    "markov": {},
+    "selector": {"head": SelectorConfig(rank=8, candidates=24), "confidence_head": False, "confidence_with_markov": False},
+}
+
+
+@pytest.fixture(scope="module", params=HEADS)
+def trained(request: pytest.FixtureRequest, target: Target, tmp_path_factory: pytest.TempPathFactory) -> Drafter:
     """A drafter that has learnt some of what the target says."""
     learnt = [
         Example(str(i), [*r.prompt, *a.tokens], [False] * 7 + [True] * 40) for i, (r, a) in enumerate(answered(target, 24, 40))
     ]
     growth = (GrowthStage(start=0.0, slots=3, density=1.0),)
     config = settings(steps=60, growth=growth, batch_tokens=300, learning_rate=1e-2, warm_kl_until=1.0, tv_from=1.0)
-    run = trainer_for(target, tmp_path_factory.mktemp("trained"), config, draft_vocab=211)
+    run = trainer_for(target, tmp_path_factory.mktemp("trained"), config, draft_vocab=211, **HEADS[request.param])
     run.stream = ExampleStream(learnt, 300, 0)
     for _ in range(60):
         run.train_step()

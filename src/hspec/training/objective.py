@@ -48,15 +48,21 @@ class Candidates:
     """Of every supervised slot, detached."""
 
     ids: Tensor
-    """Draft ids with the highest logits, the best first; CE's label replaces the last where it is missing, ``[R, C]``."""
+    """Draft ids, ``[R, C + 1]``. The first C are learnt from: those with the highest logits, the best first, but CE's label in the
+    C-th place where it would be missing. In the last column is the C-th best, so that it is known what would be drafted."""
     p: Tensor
-    """The target's probabilities there, ``[R, C]``."""
+    """The target's probabilities there, ``[R, C + 1]``."""
     label: Tensor
-    """Which of them is CE's label, ``[R]``; -1 where that is not in the draft vocabulary."""
+    """Which of the first C is CE's label, ``[R]``; -1 where that is not in the draft vocabulary."""
     argmax: Tensor
-    """Which of them is the target's argmax, ``[R]``; -1 where none is."""
+    """The target's argmax, as a draft id, ``[R]``; -1 where it is not in the draft vocabulary."""
     token: Tensor
-    """Which of them is the text's own token, ``[R]``; -1 where none is, or the text was not given."""
+    """The text's own token, likewise; -1 also where the text was not given."""
+
+    @staticmethod
+    def drafted(columns: Tensor) -> Tensor:
+        """Of ``[R, C + 1]`` those of the candidates that a drafter has, which knows no label: ``[R, C]``."""
+        return torch.cat((columns[:, :-2], columns[:, -1:]), dim=1)
 
 
 @dataclass(frozen=True)
@@ -155,11 +161,11 @@ class _Chunk:
 
     def candidates(self, count: int, token: Tensor) -> Candidates:
         """``token``: the text's own, as a draft id or -1, ``[n]``."""
-        ids = self.q.topk(count, dim=-1).indices
-        missing = (self.label >= 0) & ~(ids == self.label[:, None]).any(-1)
-        ids[:, -1] = torch.where(missing, self.label, ids[:, -1])
-        places = (_place(ids, wanted) for wanted in (self.label, self.argmax, token))
-        return Candidates(ids, self.p.gather(-1, ids), *places)
+        best = self.q.topk(count, dim=-1).indices
+        missing = (self.label >= 0) & ~(best == self.label[:, None]).any(-1)
+        ids = torch.cat((best, best[:, -1:]), dim=1)
+        ids[:, -2] = torch.where(missing, self.label, best[:, -1])
+        return Candidates(ids, self.p.gather(-1, ids), _place(ids[:, :-1], self.label), self.argmax, token)
 
 
 def _draft_labels(label: Tensor, draft_ids: Tensor) -> Tensor:
@@ -186,7 +192,7 @@ def _empty_statistics(slots: int, candidates: int, device: torch.device) -> Slot
     agreement = torch.zeros(slots, dtype=torch.bool, device=device)
     found = None
     if candidates:
-        ids = torch.zeros(slots, candidates, dtype=torch.int64, device=device)
+        ids = torch.zeros(slots, candidates + 1, dtype=torch.int64, device=device)
         found = Candidates(ids, torch.zeros_like(ids, dtype=torch.float32), *(ids.new_zeros(slots) for _ in range(3)))
     return SlotStatistics(loss, ce, kl, acceptance, agreement, ratio, found)
 
@@ -298,21 +304,24 @@ def chunk_bytes(chunk: int, vocabulary: int, draft_vocabulary: int) -> int:
 def candidate_objective(
     scores: Tensor, found: Candidates, slot_weight: Tensor, weights: LossWeights
 ) -> tuple[Tensor, SlotStatistics]:
-    """The same terms for a q that is over a few candidates only, ``scores`` ``[R, C]`` their logits.
+    """The same terms for a q that is over a few candidates only, ``scores`` ``[R, C + 1]`` their logits.
 
     Returns:
-        The weighted sum of the losses, and the slots' statistics.
+        The weighted sum of the losses, over the candidates that are learnt from; and the slots' statistics, of which acceptance, agreement
+        and the token's ratio are of those that would be drafted: with the label put among them they would be too good.
     """
-    log_q, p = scores.float().log_softmax(-1), found.p
+    log_q, p = scores[:, :-1].float().log_softmax(-1), found.p[:, :-1]
     q, mass = log_q.exp(), p.sum(-1)
     acceptance = torch.minimum(q, p).sum(-1)
     ce = -log_q.gather(-1, found.label.clamp_min(0)[:, None]).squeeze(-1) * (found.label >= 0)
     kl = (torch.special.xlogy(p, p) - p * log_q).sum(-1) - torch.special.xlogy(mass, mass)
     kl_weight, tv_weight = weights.of_divergences(acceptance)
     loss = weights.ce * ce + kl_weight * kl + tv_weight * (1 - acceptance)
+    ids, p, q = found.drafted(found.ids), found.drafted(found.p), found.drafted(scores.detach().float()).softmax(-1)
+    agreement = ids.gather(-1, q.argmax(-1, keepdim=True)).squeeze(-1) == found.argmax
     stats = SlotStatistics(
-        loss.detach(), ce.detach(), kl.detach(), acceptance.detach(), q.argmax(-1) == found.argmax,
-        _ratio(q.detach(), p, found.token), found,
+        loss.detach(), ce.detach(), kl.detach(), torch.minimum(q, p).sum(-1), agreement, _ratio(q, p, _place(ids, found.token)),
+        found,
     )  # fmt: skip
     return (loss * slot_weight).sum(), stats
 
