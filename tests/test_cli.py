@@ -625,6 +625,10 @@ def test_prompt_lookup(hspec: Run, place: Path) -> None:
     looked_up = json.loads(hspec("generate", prompt, *target, "--drafter", "ngram").out)
     assert looked_up["token_ids"] == plain["token_ids"] and looked_up["finish_reason"] == plain["finish_reason"]
     assert looked_up["acceptance"], "some drafts were tested"
+    both = json.loads(hspec("generate", prompt, *target, "--drafter", f"{place / 'drafter'}+ngram").out)
+    assert both["token_ids"] == plain["token_ids"] and both["acceptance"]
+    refused = hspec("train", "--out", place / "new", "--init-from", f"{place / 'drafter'}+ngram")
+    assert refused.code == 2 and "leave +ngram out here" in refused.err
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from hspec.decoding.engine import Drafter, Engine, Step
 from hspec.decoding.params import SamplingParams
 from hspec.decoding.sequence import Request, Result
 from hspec.drafters.checkpoint import load_drafter as load_checkpoint
+from hspec.drafters.lookup_first import SUFFIX, LookupFirst
 from hspec.drafters.ngram import NAME as NGRAM
 from hspec.drafters.ngram import NgramDrafter
 from hspec.errors import UsageError
@@ -53,6 +54,10 @@ def drafter_folder(source: str | Path | None, target_name: str) -> Path:
     path = Path(source).expanduser()
     if path.exists():
         return path
+    if without_lookup(source)[1]:
+        raise UsageError(
+            f"{source}: prompt lookup beside a drafter is for generate, chat, measure and eval: leave {SUFFIX} out here"
+        )
     shipped = shipped_drafter(str(source))
     if shipped is not None:
         return shipped
@@ -76,7 +81,8 @@ def load_drafter(source: str | Path | None, target: Target) -> Drafter:
 
     Args:
         source: a folder, a hub id, ``ngram`` for prompt lookup, a target's name for the drafter that ships for it, or None for
-            the one that ships for this target.
+            the one that ships for this target. With ``+ngram`` behind it, prompt lookup comes first, and the drafter where the text does
+            not repeat itself.
 
     Raises:
         UsageError: no such drafter, or one for another target.
@@ -84,7 +90,17 @@ def load_drafter(source: str | Path | None, target: Target) -> Drafter:
     """
     if source == NGRAM:
         return NgramDrafter(target.vocab_size, device=target.device)
-    return load_checkpoint(drafter_folder(source, target.name), target).prepare()
+    base, lookup = without_lookup(source)
+    drafter = load_checkpoint(drafter_folder(base, target.name), target).prepare()
+    return LookupFirst(drafter) if lookup else drafter
+
+
+def without_lookup(source: str | Path | None) -> tuple[str | Path | None, bool]:
+    """What :func:`load_drafter` is given, less ``+ngram``, and whether that was there. A folder that is called so is a folder."""
+    name = "" if source is None else str(source)
+    if not name.endswith(SUFFIX) or Path(name).expanduser().exists():
+        return source, False
+    return name.removesuffix(SUFFIX) or None, True
 
 
 def make_request(target: Target, prompt: Prompt, params: SamplingParams) -> Request:

@@ -16,6 +16,8 @@ from hspec.decoding.engine import Drafter, Engine, Step
 from hspec.decoding.params import SamplingParams
 from hspec.decoding.sequence import Counters, Request, Result
 from hspec.decoding.state import DecodingState
+from hspec.drafters.lookup_first import LookupFirst
+from hspec.drafters.ngram import NgramDrafter
 from hspec.errors import UsageError
 from hspec.targets.target import Target
 from hspec.targets.template import ChatTemplate
@@ -328,6 +330,7 @@ DISTRIBUTIONS: list[tuple[str, dict[str, Any]]] = [
     ("half", {"temperature": 0.8, "draft": "sample"}),
     ("fixed", {"temperature": 1.3}),
     ("sampled", {"temperature": 1.2, "top_p": 0.9, "repetition_penalty": 1.5, "draft": "sample"}),
+    ("copying", {"temperature": 1.0, "draft": "sample"}),
 ]
 
 
@@ -336,11 +339,13 @@ def test_the_distribution_is_the_targets(kind: str, settings: dict[str, Any]) ->
     count, draws, prompt = 4, 500, (0, 2, 1)
     target = Target(small_model(), ChatTemplate(Letters()), "small").prepare()
     exact = exact_distribution(prompt, count, SamplingParams(**settings))
-    drafter: ReplayDrafter | None = None
+    drafter: ReplayDrafter | LookupFirst | None = None
     if kind == "fixed":
         ends = list(itertools.product(range(SMALL), repeat=count))
         likely = [max((e for e in ends if e[0] == first), key=lambda e: exact[ends.index(e)]) for first in range(SMALL)]
         drafter = ReplayDrafter(target, [[*prompt, *e] for e in likely], fixed=True)
+    elif kind == "copying":  # the same requests draft what is likely, or what stood behind the last token before
+        drafter = LookupFirst(ReplayDrafter(target), NgramDrafter(SMALL, longest=2, shortest=1))  # type: ignore[arg-type]
     elif kind != "plain":
         drafter = ReplayDrafter(target, draft_ids=torch.tensor([1, 3]) if kind == "half" else None)
     asked = [Request(prompt, SamplingParams(max_tokens=count, seed=seed, **settings)) for seed in range(1000, 1000 + draws)]

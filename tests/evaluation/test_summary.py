@@ -205,6 +205,18 @@ def test_command(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert code == 0 and "mine against ngram: tau" in out and "prompts" in out
 
 
+def test_lookup_beside_a_drafter(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A method of its own in the tables, with the drafter's weights."""
+    asked = ["-t", place / "target", "-d", f"mine={place / 'drafter'}", "-d", f"both={place / 'drafter'}+ngram", "-n", 6]
+    code, _, err = run(capsys, monkeypatch, *asked, "--tasks", place / "mine.jsonl", "--limit", 2, "--out", tmp_path, "--json")
+    assert (code, err) == (0, "")
+    about = json.loads((tmp_path / "evaluation.json").read_text())["contenders"]
+    assert about["both"]["method"] == about["mine"]["method"] + "+ngram" == "hspec+ngram"
+    assert about["both"]["weights"] == about["mine"]["weights"]
+
+
 def test_another_target_of_the_same_shape(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

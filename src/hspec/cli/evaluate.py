@@ -32,7 +32,11 @@ def evaluate_(
     target: TargetArgument = DEFAULT_TARGET,
     drafter: Annotated[
         list[str] | None,
-        typer.Option("--drafter", "-d", help="FOLDER, hub id, smollm2 or ngram; NAME=FOLDER names it. Several are compared."),
+        typer.Option(
+            "--drafter",
+            "-d",
+            help="FOLDER, hub id, smollm2, ngram or FOLDER+ngram; NAME=... names it. Several are compared.",
+        ),
     ] = None,
     tasks: Annotated[
         str, typer.Option(help="Tasks, separated by commas: families, deepspec, long, single ones, .jsonl files.")

@@ -19,8 +19,8 @@ DrafterOption = Annotated[
     typer.Option(
         "--drafter",
         "-d",
-        help="A drafter's folder or hub id, smollm2 for the one that ships for it, or ngram (prompt lookup); by default the one that "
-        "ships for the target.",
+        help="A drafter's folder or hub id, smollm2 for the one that ships for it, or ngram (prompt lookup); with +ngram behind it, "
+        "lookup comes first (smollm2+ngram). By default the one that ships for the target.",
     ),
 ]
 KOption = Annotated[
@@ -56,7 +56,7 @@ def prefer_large_pages() -> None:
 def load(target: str, drafter: str | None, no_draft: bool, device: str, dtype: str, threads: int | None) -> tuple[Any, Any]:
     import torch
 
-    from hspec.api import drafter_folder, load_drafter
+    from hspec.api import drafter_folder, load_drafter, without_lookup
     from hspec.targets.sources import ALIASES, load_target
 
     if no_draft and drafter is not None:
@@ -68,7 +68,7 @@ def load(target: str, drafter: str | None, no_draft: bool, device: str, dtype: s
         raise UsageError(f"--dtype {dtype}: choose one of {', '.join(kinds)}")
     check_device(device)
     if not no_draft:
-        drafter_folder(drafter, ALIASES.get(target, target))  # says at once if there is none
+        drafter_folder(without_lookup(drafter)[0], ALIASES.get(target, target))  # says at once if there is none
     loaded = load_target(target, device, kinds[dtype])
     return loaded, None if no_draft else load_drafter(drafter, loaded)
 

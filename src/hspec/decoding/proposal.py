@@ -26,8 +26,9 @@ class Proposal:
     tokens: Tensor
     """What the target runs, ``[B, rows]``; behind the drafts of a sequence stands padding, or what is not tested."""
     tested: Sequence[Tested]
-    q: Tensor | None = None
-    """What chains were drawn from (see :attr:`hspec.drafters.context.Draft.probabilities`); None where they are one-hot."""
+    q: Sequence[Tensor | None] | None = None
+    """What each chain was drawn from, ``[k, draft vocabulary]`` (see :attr:`hspec.drafters.context.Draft.probabilities`); None where it
+    is one-hot, or all are."""
 
     @staticmethod
     def of(anchors: Tensor, draft: Draft | None, limits: Sequence[int]) -> Proposal:
@@ -46,7 +47,7 @@ class Proposal:
         counts = draft.counts or (draft.tokens.shape[1],) * len(limits)
         ends = [min(count, limit) for count, limit in zip(counts, limits, strict=True)]
         chains = [own[:end] for own, end in zip(draft.tokens.tolist(), ends, strict=True)]
-        return Proposal(torch.cat((anchors, draft.tokens), dim=1), chains, draft.probabilities)
+        return Proposal(torch.cat((anchors, draft.tokens), dim=1), chains, _drawn_from(draft))
 
     @property
     def depths(self) -> list[tuple[int, ...]] | None:
@@ -65,3 +66,10 @@ class Proposal:
         """The tokens of the drafts that stand, of each sequence."""
         tokens = self.tokens.tolist()
         return [[own[i] for i in verdict.rows[1:]] for own, verdict in zip(tokens, verdicts, strict=True)]
+
+
+def _drawn_from(draft: Draft) -> Sequence[Tensor | None] | None:
+    if draft.probabilities is None:
+        return None
+    certain = draft.one_hot or (False,) * len(draft.probabilities)
+    return [None if sure else q for sure, q in zip(certain, draft.probabilities, strict=True)]

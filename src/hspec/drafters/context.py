@@ -72,6 +72,8 @@ class Draft:
     trees: tuple[DraftTree, ...] | None = None
     """A tree below each sequence's anchor, no deeper than k and of ``max_nodes`` nodes at most. Trees are verified by the
     target's own draws: whatever they were chosen by, no distribution of theirs is asked for."""
+    one_hot: tuple[bool, ...] | None = None
+    """Whose drafts were not drawn from ``probabilities`` but are certain; None: nobody's, where there are probabilities."""
 
     @staticmethod
     def of_trees(trees: Sequence[DraftTree]) -> Draft:

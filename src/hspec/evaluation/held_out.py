@@ -16,6 +16,7 @@ from hspec.api import make_request
 from hspec.decoding.engine import Drafter, Engine
 from hspec.decoding.params import SamplingParams
 from hspec.decoding.sequence import Counters
+from hspec.drafters.lookup_first import LookupFirst
 from hspec.errors import HSpecError, UsageError
 from hspec.evaluation.statistics import Resampling
 from hspec.files import drop_cut_line, reason
@@ -124,7 +125,8 @@ def label(target: Target, drafter: Drafter, k: int, max_tokens: int) -> str:
 def drafter_hash(drafter: Drafter) -> str:
     """SHA-256 (16 hex digits) of everything that a drafter has learnt that is not packed away."""
     digest = hashlib.sha256()
-    state = drafter.state_dict() if isinstance(drafter, nn.Module) else {}
+    learnt = drafter.drafter if isinstance(drafter, LookupFirst) else drafter
+    state = learnt.state_dict() if isinstance(learnt, nn.Module) else {}
     for name, weight in [*sorted(state.items()), ("draft_ids", drafter.draft_ids)]:
         digest.update(name.encode() + weight.detach().float().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]

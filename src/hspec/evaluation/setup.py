@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from hspec.api import FINE_TUNE_HINT, load_drafter, shipped_drafter
+from hspec.decoding.engine import Drafter as AnyDrafter
 from hspec.decoding.params import SamplingParams
 from hspec.drafters.drafter import Drafter
+from hspec.drafters.lookup_first import SUFFIX, LookupFirst
 from hspec.errors import HSpecError, UsageError
 from hspec.evaluation.harness import AR, IDENTITY_FILE, RECORDS_FILE, Contender, Setting
 from hspec.evaluation.records import RecordFile, whole_groups
@@ -44,7 +46,7 @@ def contenders_of(target: Target, drafters: Sequence[str], ks: Sequence[int] | N
     for source in sources:
         name, _, place = source.rpartition("=")
         drafter = load_drafter(place or None, target)
-        method = drafter.config.method if isinstance(drafter, Drafter) else place
+        method = method_of(drafter, place)
         label = name or (method if not place or place == method else Path(place).name)
         for k in ks or [drafter.max_draft]:
             if k > drafter.max_draft:
@@ -54,6 +56,13 @@ def contenders_of(target: Target, drafters: Sequence[str], ks: Sequence[int] | N
     if twice:
         raise UsageError(f"two drafters are called {min(twice)!r}: name them, as in --drafter first={min(twice)}")
     return found
+
+
+def method_of(drafter: AnyDrafter, source: str) -> str:
+    """What a drafter's tables call its method; ``source`` is what was loaded."""
+    if isinstance(drafter, LookupFirst):
+        return drafter.drafter.config.method + SUFFIX
+    return drafter.config.method if isinstance(drafter, Drafter) else source
 
 
 TEMPLATE_TOKENS = 64

@@ -1,0 +1,86 @@
+"""A trained drafter that copies where the text repeats itself: prompt lookup first, the drafter where nothing is found.
+
+What a drafter learns from chat is to go on in likely words. Where an answer quotes its prompt the next words are rather those behind
+the place that is quoted, which lookup finds for nothing. Both are verified alike, so the text is the target's whichever drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hspec.drafters.context import Chooser, Draft, DraftContext, greedy_chooser
+from hspec.drafters.drafter import Drafter
+from hspec.drafters.ngram import NAME as NGRAM
+from hspec.drafters.ngram import NgramDrafter
+from hspec.drafters.tree import DraftTree
+from hspec.targets.cache import CacheShape, KVView
+
+SUFFIX = f"+{NGRAM}"
+"""Behind a drafter's folder or name: with lookup first."""
+LONGEST, SHORTEST = 5, 3
+"""Of the last tokens so many are looked for, the most first; what followed the fewest is drafted at the least."""
+
+
+class LookupFirst:
+    """
+    Args:
+        drafter: asked where nothing is found.
+        lookup: by default one for suffixes of :data:`SHORTEST` to :data:`LONGEST` tokens.
+    """
+
+    reads_history = True
+
+    def __init__(self, drafter: Drafter, lookup: NgramDrafter | None = None):
+        self.drafter, self.draft_ids = drafter, drafter.draft_ids
+        self.lookup = lookup or NgramDrafter(
+            drafter.embedding.shape[0], longest=LONGEST, shortest=SHORTEST, device=drafter.embedding.device
+        )
+
+    @property
+    def taps(self) -> Sequence[int]:
+        return self.drafter.taps
+
+    @property
+    def max_draft(self) -> int:
+        return self.drafter.max_draft
+
+    @property
+    def max_nodes(self) -> int:
+        return max(self.drafter.max_nodes, self.lookup.max_draft)
+
+    @property
+    def memory_shape(self) -> CacheShape | None:
+        return self.drafter.memory_shape
+
+    def remember(self, taps: Tensor, following: Tensor, positions: Tensor, past: KVView | None) -> list[tuple[Tensor, Tensor]]:
+        return self.drafter.remember(taps, following, positions, past)
+
+    def propose(self, context: DraftContext, k: int, choose: Chooser = greedy_chooser) -> Draft:
+        """``k`` tokens of the drafter, or up to the lookup's own most of what is copied, for each sequence as its text is."""
+        copies = self.lookup.propose(context, self.lookup.max_draft)
+        assert copies.counts is not None
+        if all(copies.counts):
+            return copies
+        draft = self.drafter.propose(context, k, choose)
+        return _merged(draft, copies) if any(copies.counts) else draft
+
+
+def _merged(draft: Draft, copies: Draft) -> Draft:
+    """``copies`` where there are some, ``draft`` elsewhere."""
+    assert copies.counts is not None
+    if draft.trees is not None:
+        copied = [own[:count] for own, count in zip(copies.tokens.tolist(), copies.counts, strict=True)]
+        return Draft.of_trees([DraftTree.of([own]) if own else tree for own, tree in zip(copied, draft.trees, strict=True)])
+    width = max(draft.tokens.shape[1], copies.tokens.shape[1])
+    ours, theirs = (torch.nn.functional.pad(d.tokens, (0, width - d.tokens.shape[1])) for d in (draft, copies))
+    is_copied = torch.tensor(copies.counts, device=ours.device)[:, None] > 0
+    counts = draft.counts or (draft.tokens.shape[1],) * len(copies.counts)
+    return Draft(
+        torch.where(is_copied, theirs, ours),
+        draft.probabilities,
+        tuple(copied or drafted for copied, drafted in zip(copies.counts, counts, strict=True)),
+        one_hot=tuple(count > 0 for count in copies.counts),
+    )
