@@ -56,7 +56,7 @@ def drafter_folder(source: str | Path | None, target_name: str) -> Path:
         return path
     if without_lookup(source)[1]:
         raise UsageError(
-            f"{source}: prompt lookup beside a drafter is for generate, chat, measure and eval: leave {SUFFIX} out here"
+            f"{source}: prompt lookup beside a drafter is for generate, chat, measure, eval and serve: leave {SUFFIX} out here"
         )
     shipped = shipped_drafter(str(source))
     if shipped is not None:

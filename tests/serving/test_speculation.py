@@ -62,6 +62,15 @@ def test_what_reads_the_pages_is_the_plugins(spoken, place: Path, method: str) -
     assert option(made, "--additional-config") == {"hspec_drafter": str(place / method)}
 
 
+@pytest.mark.parametrize("method", ["hspec", "dspark", "dflash"])
+def test_lookup_first_is_the_plugins(spoken, place: Path, method: str) -> None:
+    """Also of what vLLM would serve itself, without lookup."""
+    for before in ("", "plugin:"):
+        made = spoken(method, 2, source=f"{before}{place / method}+ngram")
+        assert made.by_plugin
+        assert option(made, "--additional-config") == {"hspec_drafter": str(place / method), "hspec_lookup": True}
+
+
 @pytest.mark.parametrize("drafter", ["hspec", "dflash", "ngram"])
 def test_fewer_drafts_under_load(spoken, drafter: str) -> None:
     """Whoever serves it, by vLLM's own setting; k counts below the schedule's first number."""

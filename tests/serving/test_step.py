@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,6 +108,35 @@ def test_drafts_under_a_grammar_are_greedy_and_one_hot(served):
     proposal = served.runner.draft(served.step)
     assert proposal.tokens[0] == plain[0]
     assert proposal.probabilities[0].max(-1).values.tolist() == [1.0] * K
+
+
+@pytest.fixture
+def copying(served):
+    """The same with lookup before it, and a third request whose last three tokens stood in it before, with two tokens behind them."""
+    runner = StepDrafter(served.drafter, K, lookup=True)
+    runner.pages = served.runner.pages
+    own = served.step.history
+    step = replace(served.step, history=lambda i: [3, 4, 5, 6, 7, 11, 12, 5, 6, 7] if i == 2 else own(i))
+    return SimpleNamespace(runner=runner, step=step)
+
+
+def test_lookup_comes_first(served, copying):
+    """One request copies three tokens, its neighbour drafts as without lookup."""
+    proposal = copying.runner.draft(copying.step)
+    assert proposal.tokens == [served.runner.draft(served.step).tokens[0], [], [11, 12, 5]]
+    assert proposal.probabilities is None
+    fewer = copying.runner.draft(replace(copying.step, k=2))
+    assert fewer.tokens[2] == [11, 12] and len(fewer.tokens[0]) == 2
+
+
+def test_copies_are_certain_where_neighbours_draw(served, copying):
+    for row in (0, 2):
+        copying.step.params[row] = params(temperature=0.9)
+    proposal = copying.runner.draft(copying.step)
+    assert proposal.tokens[2] == [11, 12, 5] and proposal.ids == ["a", "c"]
+    q = proposal.probabilities
+    assert [q[1, slot, token].item() for slot, token in enumerate((11, 12, 5))] == [1.0] * K
+    assert torch.allclose(q.sum(-1), torch.ones(2, K), atol=1e-5) and float(q[0].max()) < 1
 
 
 def test_nothing_is_kept_between_steps(served):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hspec.drafters.checkpoint import check_target
 from hspec.drafters.methods import configuration
 from hspec.errors import UsageError
-from hspec.serving.settings import additional_config, drafter_of, speculative_config
+from hspec.serving.settings import additional_config, drafter_of, lookup_of, speculative_config
 from hspec.serving.targets import ServedTarget, TemplateHash, folder_hash, refusal, require_servable
 from hspec.targets.target import Target
 from hspec.targets.template import ChatTemplate
@@ -83,6 +84,13 @@ def test_the_drafter_is_named_by_the_server():
     for nothing in ({}, {"hspec_drafter": ""}, None, {"hspec_drafter": 3}):
         with pytest.raises(UsageError, match="no drafter is named"):
             drafter_of(nothing)
+
+
+def test_lookup_is_told_in_the_configuration() -> None:
+    assert lookup_of(additional_config(Path("/some/where"), True)) and not lookup_of(additional_config(Path("/some/where")))
+    assert not lookup_of({}) and not lookup_of(None)
+    with pytest.raises(UsageError, match="hspec_lookup in --additional-config is 'yes': give true or false"):
+        lookup_of({"hspec_lookup": "yes"})
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -28,16 +28,14 @@ class LookupFirst:
     """
     Args:
         drafter: asked where nothing is found.
-        lookup: by default one for suffixes of :data:`SHORTEST` to :data:`LONGEST` tokens.
+        lookup: by default :func:`usual_lookup`.
     """
 
     reads_history = True
 
     def __init__(self, drafter: Drafter, lookup: NgramDrafter | None = None):
         self.drafter, self.draft_ids = drafter, drafter.draft_ids
-        self.lookup = lookup or NgramDrafter(
-            drafter.embedding.shape[0], longest=LONGEST, shortest=SHORTEST, device=drafter.embedding.device
-        )
+        self.lookup = lookup or usual_lookup(drafter)
 
     @property
     def taps(self) -> Sequence[int]:
@@ -66,6 +64,12 @@ class LookupFirst:
             return copies
         draft = self.drafter.propose(context, k, choose)
         return _merged(draft, copies) if any(copies.counts) else draft
+
+
+def usual_lookup(drafter: Drafter, longest_copy: int = 10) -> NgramDrafter:
+    """For suffixes of :data:`SHORTEST` to :data:`LONGEST` tokens, and copies of so many tokens at most."""
+    vocabulary, device = drafter.embedding.shape[0], drafter.embedding.device
+    return NgramDrafter(vocabulary, longest_copy, LONGEST, SHORTEST, device)
 
 
 def _merged(draft: Draft, copies: Draft) -> Draft:

@@ -15,6 +15,9 @@ PROPOSER = "hspec.serving.proposer.HSpecProposer"
 DRAFTER = "hspec_drafter"
 """Key of ``--additional-config``: a drafter's folder."""
 
+LOOKUP = "hspec_lookup"
+"""Key of ``--additional-config``: true for prompt lookup before the drafter."""
+
 
 def speculative_config(k: int) -> dict[str, Any]:
     """For ``--speculative-config``.
@@ -25,9 +28,21 @@ def speculative_config(k: int) -> dict[str, Any]:
     return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": k}
 
 
-def additional_config(drafter: Path) -> dict[str, Any]:
+def additional_config(drafter: Path, lookup: bool = False) -> dict[str, Any]:
     """For ``--additional-config``."""
-    return {DRAFTER: str(drafter)}
+    return {DRAFTER: str(drafter)} | ({LOOKUP: True} if lookup else {})
+
+
+def lookup_of(additional: Any) -> bool:
+    """Whether prompt lookup comes before the drafter, from a server's ``additional_config``.
+
+    Raises:
+        UsageError: neither true nor false.
+    """
+    said = additional.get(LOOKUP, False) if isinstance(additional, Mapping) else False
+    if not isinstance(said, bool):
+        raise UsageError(f"{LOOKUP} in --additional-config is {said!r}: give true or false")
+    return said
 
 
 def drafter_of(additional: Any) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hspec.api import drafter_folder
+from hspec.api import drafter_folder, without_lookup
 from hspec.cache_folder import cache_folder
 from hspec.drafters import convert as conversion
 from hspec.drafters.checkpoint import check_target, known_config
@@ -56,7 +56,8 @@ def speculation(
     """Find out how a drafter is served, before the target is loaded.
 
     Args:
-        source: a folder or hub id, behind ``plugin:`` if the plugin is to serve it; ``ngram``, or None for the one that ships.
+        source: a folder or hub id, behind ``plugin:`` if the plugin is to serve it; ``ngram``, or None for the one that ships. With
+            ``+ngram`` behind it prompt lookup comes first.
         target: as the user names it. name: what it stands for. config: transformers' configuration of it.
         k: drafted tokens a step; None takes the drafter's largest. gpu: whether the server will have one.
         ranks: over which the target's heads are spread. schedule: fewer drafts where many requests run at once.
@@ -72,10 +73,11 @@ def speculation(
         k = NGRAM_K if k is None else k
         return Speculation(_options({"method": NGRAM, "num_speculative_tokens": k, **lengths}, k, schedule))
     asked = source is not None and source.startswith(PLUGIN)
-    folder = drafter_folder((source or "").removeprefix(PLUGIN) or None, name).absolute()
+    base, lookup = without_lookup((source or "").removeprefix(PLUGIN) or None)
+    folder = drafter_folder(base, name).absolute()
     drafter = known_config(folder)
     k = drafter.max_draft if k is None else k
-    native = not asked and (drafter.method in NATIVE or (gpu and drafter.method in NATIVE_ON_GPU))
+    native = not asked and not lookup and (drafter.method in NATIVE or (gpu and drafter.method in NATIVE_ON_GPU))
     check = check_drafts if native else require_servable
     check(drafter, k, str(folder))
     nothing = torch.empty(0)
@@ -85,7 +87,11 @@ def speculation(
         converted = str(speculators_folder(folder, target))
         return Speculation(_options({"model": converted, "num_speculative_tokens": k}, k, schedule))
     check_ranks(drafter, ranks, str(folder))
-    arguments = (*_options(speculative_config(k), k, schedule), "--additional-config", json.dumps(additional_config(folder)))
+    arguments = (
+        *_options(speculative_config(k), k, schedule),
+        "--additional-config",
+        json.dumps(additional_config(folder, lookup)),
+    )
     return Speculation(arguments, by_plugin=True)
 
 

@@ -14,6 +14,7 @@ from hspec.decoding.params import SamplingParams
 from hspec.drafters.config import ParallelConfig
 from hspec.drafters.context import Draft, DraftContext
 from hspec.drafters.drafter import Drafter
+from hspec.drafters.lookup_first import LookupFirst, usual_lookup
 from hspec.serving.flash import flash_view, vllm_kernel
 from hspec.serving.memory import DrafterMemory
 from hspec.serving.pages import PagedView, Pages, gathered_view
@@ -66,10 +67,14 @@ class StepDrafter:
 
     ``pages`` are those of the target's layers that it reads, ``memory`` is what it keeps itself, for one that does (None for
     others); the pages of both are set once they are there. Of several ranks, each has a drafter cut down to its share of heads.
+
+    Args:
+        lookup: whether prompt lookup comes before the drafter, of up to k tokens as well: a server has room for no more.
     """
 
-    def __init__(self, drafter: Drafter, k: int, ranks: Ranks = ALONE):
+    def __init__(self, drafter: Drafter, k: int, ranks: Ranks = ALONE, lookup: bool = False):
         self.drafter, self.k, self.ranks = drafter, k, ranks
+        self._proposes = LookupFirst(drafter, usual_lookup(drafter, k)) if lookup else drafter
         self.pages = Pages()
         self.memory = None if drafter.memory_shape is None else DrafterMemory(drafter)
 
@@ -90,8 +95,9 @@ class StepDrafter:
             return Proposal(drafts)
         params = [draft_params(step.params[row.request]) for row in rows]
         draft = self._propose(step, rows, params, k)
-        for row, tokens in zip(rows, draft.tokens.tolist(), strict=True):
-            drafts[row.request] = tokens
+        counts = draft.counts or (k,) * len(rows)
+        for row, tokens, count in zip(rows, draft.tokens.tolist(), counts, strict=True):
+            drafts[row.request] = tokens[: min(count, k)]
         return Proposal(drafts, self._over_vocabulary(draft), [step.ids[row.request] for row in rows])
 
     def _propose(self, step: Step, rows: Sequence[DraftRow], params: Sequence[SamplingParams], k: int) -> Draft:
@@ -105,12 +111,13 @@ class StepDrafter:
             taps=torch.stack([tap[hidden] for tap in step.taps], dim=1)[:, None],  # [B, 1, taps, hidden]
             kv=_view(self.pages, step.tables[requests], positions),
             memory=None if self.memory is None else _view(self.memory.pages, step.tables[requests], positions),
+            history=tuple(tuple(step.history(row.request)) for row in rows) if self._proposes.reads_history else None,
         )
         histories = [
             torch.tensor(sorted(set(step.history(row.request))), device=device) if p.repetition_penalty != 1.0 else None
             for row, p in zip(rows, params, strict=True)
         ]
-        draft = self.drafter.propose(context, k, DraftSampler(params, positions, self.drafter.draft_ids, histories))
+        draft = self._proposes.propose(context, k, DraftSampler(params, positions, self.drafter.draft_ids, histories))
         return self.ranks.agree(draft)
 
     def _over_vocabulary(self, draft: Draft) -> Tensor | None:
@@ -120,6 +127,9 @@ class StepDrafter:
             return None
         full = q.new_zeros(*q.shape[:2], self.drafter.config.target.vocab_size)
         full[..., self.drafter.draft_ids] = q
+        for row, certain in enumerate(draft.one_hot or ()):
+            if certain:
+                full[row].zero_().scatter_(1, draft.tokens[row, : full.shape[1], None], 1.0)
         return full
 
 
