@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hspec.decoding.params import SamplingParams
+from hspec.drafters.lookup_first import LookupFirst
 from hspec.errors import HSpecError, UsageError
 from hspec.evaluation.held_out import Record, drafter_hash, is_looping, kind_of, label, measure, read_records, summarise
 from hspec.targets.target import Target
@@ -168,6 +169,9 @@ def test_a_label_tells_drafters_and_settings_apart(target: Target) -> None:
     one, two = tiny_drafter(target).prepare(), tiny_drafter(target, seed=1).prepare()
     assert drafter_hash(one) == drafter_hash(tiny_drafter(target).prepare()) != drafter_hash(two)
     assert len({label(target, one, 3, 10), label(target, two, 3, 10), label(target, one, 2, 10), label(target, one, 3, 9)}) == 4
+    assert label(target, LookupFirst(one), 3, 10) != label(target, one, 3, 10) and drafter_hash(
+        LookupFirst(one)
+    ) == drafter_hash(one)
 
 
 def test_a_full_disk(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,8 @@ def measure(
 
 def label(target: Target, drafter: Drafter, k: int, max_tokens: int) -> str:
     """Tells one measurement from another: target, drafter, k and length of the answers."""
-    return f"target {target.weight_hash()}, drafter {drafter_hash(drafter)}, k {k}, {max_tokens} tokens"
+    before = ", lookup first" if isinstance(drafter, LookupFirst) else ""
+    return f"target {target.weight_hash()}, drafter {drafter_hash(drafter)}{before}, k {k}, {max_tokens} tokens"
 
 
 def drafter_hash(drafter: Drafter) -> str:
