@@ -6,8 +6,6 @@ the place that is quoted, which lookup finds for nothing. Both are verified alik
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -16,7 +14,7 @@ from hspec.drafters.drafter import Drafter
 from hspec.drafters.ngram import NAME as NGRAM
 from hspec.drafters.ngram import NgramDrafter
 from hspec.drafters.tree import DraftTree
-from hspec.targets.cache import CacheShape, KVView
+from hspec.targets.cache import KVView
 
 SUFFIX = f"+{NGRAM}"
 """Behind a drafter's folder or name: with lookup first."""
@@ -34,24 +32,10 @@ class LookupFirst:
     reads_history = True
 
     def __init__(self, drafter: Drafter, lookup: NgramDrafter | None = None):
-        self.drafter, self.draft_ids = drafter, drafter.draft_ids
-        self.lookup = lookup or usual_lookup(drafter)
-
-    @property
-    def taps(self) -> Sequence[int]:
-        return self.drafter.taps
-
-    @property
-    def max_draft(self) -> int:
-        return self.drafter.max_draft
-
-    @property
-    def max_nodes(self) -> int:
-        return max(self.drafter.max_nodes, self.lookup.max_draft)
-
-    @property
-    def memory_shape(self) -> CacheShape | None:
-        return self.drafter.memory_shape
+        self.drafter, self.lookup = drafter, lookup or usual_lookup(drafter)
+        self.taps, self.draft_ids = drafter.taps, drafter.draft_ids
+        self.max_draft, self.max_nodes = drafter.max_draft, max(drafter.max_nodes, self.lookup.max_draft)
+        self.memory_shape = drafter.memory_shape
 
     def remember(self, taps: Tensor, following: Tensor, positions: Tensor, past: KVView | None) -> list[tuple[Tensor, Tensor]]:
         return self.drafter.remember(taps, following, positions, past)
