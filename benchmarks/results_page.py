@@ -123,13 +123,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))
 
 
-def taus_by_task(found: Mapping[str, Any], names: Sequence[str] | None = None) -> str:
-    """Of one setting: a row a task, a column an entrant."""
-    chosen = {n: e for n, e in found["entrants"].items() if e["method"] != "ar" and (names is None or n in names)}
+def by_task(found: Mapping[str, Any], value: str = "tau") -> str:
+    """Of one setting: tau or the speedup, a row a task, a column an entrant."""
+    chosen = {n: e for n, e in found["entrants"].items() if e["method"] != "ar"}
     rows = [
-        [task, str(n), *(in_words(e["tasks"][task]["tau"]) for e in chosen.values())] for task, n in found["prompts"].items()
+        [task, str(n), *(in_words(e["tasks"][task][value]) for e in chosen.values())] for task, n in found["prompts"].items()
     ]
-    rows.append(["**mean**", "", *(f"**{in_words(e['tau'])}**" for e in chosen.values())])
+    rows.append(["**mean**", "", *(f"**{in_words(e[value])}**" for e in chosen.values())])
     return table(["task", "prompts", *chosen], rows)
 
 
@@ -318,7 +318,7 @@ def render() -> str:
         keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip
     tools = (
-        taus_by_task,
+        by_task,
         means,
         acceptance,
         bins,

@@ -31,9 +31,10 @@ def test_what_is_kept_of_an_evaluation(target: Target, drafter: ParallelDrafter,
     own = summary["settings"]["greedy"]["entrants"]["mine"]
     assert kept["settings"]["greedy"]["entrants"]["mine"]["tau"]["value"] == pytest.approx(own["tau"]["value"], rel=1e-5)
     found = kept["settings"]["greedy"]
-    rows = page.taus_by_task(found).splitlines()
+    rows = page.by_task(found).splitlines()
     assert rows[0] == "| task | prompts | mine | shorter |" and rows[2].startswith("| talk | 2 | ") and len(rows) == 4
-    assert page.taus_by_task(found, ["mine"]).splitlines()[0] == "| task | prompts | mine |"
+    speeds = page.by_task(found, "speedup").splitlines()
+    assert speeds[0] == rows[0] and speeds[2].startswith("| talk | 2 | ") and speeds[2] != rows[2]
     assert page.pairs(found, "mine").count("mine / shorter") == 1 and page.pairs(found, "shorter").count("/") == 0
     assert page.acceptance(page.drafting(found, 2)).splitlines()[2].startswith("| shorter | 0.")
     assert page.means(kept).splitlines()[0] == "| drafter | tau, greedy |"
