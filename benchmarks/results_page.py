@@ -162,12 +162,17 @@ def bins(found: Mapping[str, Any], key: str, title: str) -> str:
     return table([title, *chosen], rows)
 
 
+def pair(found: Mapping[str, Any], first: str, second: str) -> Mapping[str, Any]:
+    """What was compared of these two."""
+    return next(p for p in found["pairs"] if (p["a"], p["b"]) == (first, second))
+
+
 def pairs(found: Mapping[str, Any], first: str = "") -> str:
-    """Ratios of tau, first against second; those that begin with ``first`` alone."""
+    """Ratios of tau, first against second; of ``first`` alone, if that is given."""
     rows = [
         [f"{p['a']} / {p['b']}", in_words(p["tau_ratio"], 3), p["tau_ratio"]["verdict"], str(p["prompts_for_5_percent"] or "?")]
         for p in found["pairs"]
-        if p["a"].startswith(first)
+        if first in ("", p["a"])
     ]
     return table(["pair", "tau ratio", "first is", "prompts to see 5 %"], rows)
 
@@ -322,6 +327,7 @@ def render() -> str:
         means,
         acceptance,
         bins,
+        pair,
         pairs,
         trainings,
         positions,
