@@ -20,7 +20,7 @@ SERVING_STAMP := .venv-serving/.installed
 demo: $(STAMP)
 	$(BIN)/hspec demo
 
-# A process of tests for each core, four at most: each has some 2 GB.
+# A process of tests for each core, four at most: each has up to 3 GB.
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 

@@ -5,10 +5,11 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from hspec.errors import HSpecError, UsageError
 from hspec.evaluation.records import RecordFile
@@ -17,6 +18,7 @@ from hspec.training.prompts import Prompt, clean_prompts, prompt_id
 from hspec.training.sources import SourceConfig, stream_sources
 from tests.evaluation.test_summary import record
 from tests.saved import loaded, save_target, write_exchanges
+from tests.tiny import tiny_target
 
 SCRIPTS = Path(__file__).parent.parent / "benchmarks"
 TEMPLATE = SCRIPTS / "templates" / "question_answer.jinja"
@@ -124,6 +126,24 @@ def test_copying_data() -> None:
     assert list(copying.sentences([chats[True]])) == []
     expected = ["This one is free for the training of drafters!", "* A third one, as long as the first one is."]
     assert list(copying.sentences([chats[False], chats[True], chats[False]])) == expected
+
+
+def test_induction_heads() -> None:
+    """Of two heads the first attends to the token behind the first saying, the second to that itself; random ones do neither."""
+    heads, tiny = script("induction_heads"), tiny_target("llama", layers=3)
+    assert float(heads.induction(tiny, length=20).max()) < 0.5 and heads.induction(tiny, length=20).shape == (3, 4)
+
+    class Known:
+        set_attn_implementation = staticmethod(lambda name: None)
+
+        def __call__(self, ids: torch.Tensor, output_attentions: bool) -> SimpleNamespace:
+            weights = torch.zeros(len(ids), 2, 20, 20)
+            assert torch.equal(ids[:, :10], ids[:, 10:])
+            for here in range(10, 20):
+                weights[:, 0, here, here - 9] = weights[:, 1, here, here - 10] = 1
+            return SimpleNamespace(attentions=[weights])
+
+    assert heads.induction(SimpleNamespace(vocab_size=99, model=Known()), length=10).tolist() == [[1.0, 0.0]]
 
 
 def test_docstring_prompts() -> None:
