@@ -1,20 +1,27 @@
 """A tiny study end to end: trained piece by piece, stopped and gone on with, measured once all is there."""
 
 import json
+import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from hspec.cli import main
 from hspec.errors import HSpecError, UsageError
-from hspec.evaluation.study import Piece, Study, read_study
+from hspec.evaluation import study_run
+from hspec.evaluation.study import Piece, Study, claim, read_study
 from hspec.evaluation.study_run import _at_time, _Texts, is_done, run_study
 from hspec.locks import alone
 from hspec.training.data import prepare_data
+from hspec.training.examples import Batch
+from hspec.training.features import Features, FeatureSource, Needs
 from hspec.training.job import shape
 from hspec.training.plan import run_flops
 from hspec.training.sources import SourceConfig
+from hspec.training.trainer import Trainer
 from tests.saved import held_out_numbers, save_target, write_exchanges
 
 SETTINGS: dict[str, Any] = {
@@ -46,7 +53,11 @@ def test_a_study(study: Study, tmp_path: Path) -> None:
         run_study(wrong, out, lambda _: pytest.fail("found out before anything is trained"))
     seen: list[str] = []
     stopped = run_study(
-        study, out, lambda _: None, lambda piece, record: seen.append(piece.name), stop=lambda: "dflash-0" in seen
+        study,
+        out,
+        lambda _: None,
+        lambda piece, record: seen.append(piece.name),
+        interruptible=lambda: nullcontext(lambda: "dflash-0" in seen),
     )
     assert stopped is None and not (out / "evaluation").exists()
     assert [is_done(piece.folder(out)) for piece in study.pieces()] == [True, True, False]
@@ -66,6 +77,45 @@ def test_a_study(study: Study, tmp_path: Path) -> None:
     assert run_study(study, out, lambda _: pytest.fail("nothing is left to train")) is not None
     with pytest.raises(UsageError, match="holds another study"):
         run_study(study.model_copy(update={"entries": study.entries[:1]}), out, lambda _: None)
+
+
+def test_a_study_may_grow(study: Study, tmp_path: Path) -> None:
+    """By entries and seeds; what is there must have been trained as the larger study would."""
+    hspec, dflash = study.entries
+    small = study.model_copy(update={"entries": (hspec.model_copy(update={"seeds": (0,)}),)})
+    claim(small, tmp_path)
+    claim(study, tmp_path)
+    assert read_study(tmp_path / "study.yaml") == study
+    changed = dflash.model_copy(update={"job": {"train": {"batch_tokens": 100}}})
+    longer = study.job.train.model_copy(update={"steps": 4})
+    for other in (
+        small,
+        study.model_copy(update={"entries": (hspec, changed)}),
+        study.model_copy(update={"job": study.job.model_copy(update={"train": longer})}),
+        study.model_copy(update={"share_features": True}),
+    ):
+        with pytest.raises(UsageError, match="holds another study"):
+            claim(other, tmp_path)
+        assert read_study(tmp_path / "study.yaml") == study
+
+
+def test_ctrl_c_while_the_target_answers(
+    study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only trainings, which save themselves, put it off."""
+
+    def interrupted(*_: Any) -> None:
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(study_run, "prepare_data", interrupted)
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(json.loads(study.model_dump_json())))
+    out = tmp_path / "study"
+    monkeypatch.setattr("sys.argv", ["hspec", "study", "--config", str(tmp_path / "own.yaml"), "--out", str(out)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 130
+    assert f"stopped; 'hspec study --out {out}' with the same settings goes on" in " ".join(capsys.readouterr().out.split())
 
 
 def test_processes_share_the_trainings_out(study: Study, tmp_path: Path) -> None:
@@ -97,6 +147,33 @@ def test_tau_in_batches_and_speed_of_the_first_seeds_alone(study: Study, tmp_pat
     assert all(e["speedup"] is None for e in tau["greedy"]["entrants"].values())
     assert all(run["cycle"] > 0 for run in result["trainings"]["runs"].values())
     assert "speedup" in (tmp_path / "study" / "timing.html").read_text(encoding="utf-8")
+
+
+def test_features_are_shared(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target sees a document once for all trainings, and none of it in their time."""
+    seen: list[bytes] = []
+    run = FeatureSource._run
+
+    def noted(self: FeatureSource, batch: Batch, needs: Needs) -> Features:
+        seen.append(batch.tokens.numpy().tobytes())
+        return run(self, batch, needs)
+
+    in_step: list[int] = []
+    step = Trainer.train_step
+
+    def timed(self: Trainer) -> Any:
+        before = len(seen)
+        out = step(self)
+        in_step.append(len(seen) - before)
+        return out
+
+    monkeypatch.setattr(FeatureSource, "_run", noted)
+    monkeypatch.setattr(Trainer, "train_step", timed)
+    result = run_study(study.model_copy(update={"share_features": True}), tmp_path / "study", lambda _: None)
+    assert result is not None and list(result["trainings"]["runs"]) == ["hspec-0", "dflash-0", "hspec-1"]
+    assert seen and len(seen) == len(set(seen))
+    assert in_step and not any(in_step)
+    assert list((tmp_path / "study" / "features").glob("*.bin"))
 
 
 def test_without_held_out_documents(study: Study, tmp_path: Path) -> None:

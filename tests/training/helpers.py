@@ -13,7 +13,7 @@ from hspec.training.config import GrowthStage, TrainConfig
 from hspec.training.examples import Example
 from hspec.training.initialise import initialise
 from hspec.training.processes import Processes
-from hspec.training.trainer import ALONE, Trainer
+from hspec.training.trainer import ALONE, Keep, Trainer
 from tests.tiny import tiny_config
 
 GROWTH = (GrowthStage(start=0.0, slots=1, density=1.0), GrowthStage(start=0.5, slots=3, density=0.5))
@@ -44,9 +44,9 @@ def small_config(target: Target, **changes: Any) -> ParallelConfig:
 
 def trainer_for(
     target: Target, folder: Path, config: TrainConfig | None = None, held_out: int = 4, count: int = 12,
-    processes: Processes = ALONE, shard: bool = False, **drafter: Any,
+    processes: Processes = ALONE, shard: bool = False, keep: Keep | None = None, **drafter: Any,
 ) -> Trainer:  # fmt: skip
     shape = small_config(target, **drafter)
     new = initialise(shape, target, torch.arange(shape.draft_vocab_size), seed=1)
     held = documents(held_out, seed=9)
-    return Trainer(config or settings(), target, new, documents(count), held, folder, processes, shard)
+    return Trainer(config or settings(), target, new, documents(count), held, folder, processes, shard, keep)

@@ -12,7 +12,7 @@ from hspec.errors import HSpecError
 from hspec.targets.target import Target
 from hspec.training import features as module
 from hspec.training.examples import Batch, ExampleStream
-from hspec.training.features import Features, FeatureSource, KeptFeatures, feature_bytes
+from hspec.training.features import Features, FeatureSource, KeptFeatures, Needs, feature_bytes
 from hspec.training.trainer import FEATURES_FILE
 from tests.tiny import tiny_config
 from tests.training.helpers import documents, settings, trainer_for
@@ -122,3 +122,42 @@ def test_training_on_them_is_training_without_and_resumes(target: Target, tmp_pa
         resumed.train_step()
     for name, p in kept.drafter.state_dict().items():
         assert torch.equal(p, resumed.drafter.state_dict()[name]), name
+
+
+def test_drafters_share_what_is_kept(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gets what it would have kept for itself, bit for bit, and the target runs over a document once for all."""
+    one = tiny_config(target)
+    other = one.model_copy(update={"taps": one.taps[:1], "kv_layers": [one.kv_layers[0]] * len(one.kv_layers)})
+    both = Needs.of(one) | Needs.of(other)
+    alone = {config.model_dump_json(): KeptFeatures(target, config, EXAMPLES, None) for config in (one, other)}
+    expected = {key: [kept(batch) for batch in batches()] for key, kept in alone.items()}
+    forward, runs = target.forward, []
+    monkeypatch.setattr(target, "forward", lambda *a, **k: runs.append(1) or forward(*a, **k))
+    for config in (one, other, one):
+        shared = KeptFeatures(target, config, EXAMPLES, tmp_path / "f", both)
+        for batch, wanted in zip(batches(), expected[config.model_dump_json()], strict=True):
+            got = shared(batch)
+            assert torch.equal(got.taps, wanted.taps) and torch.equal(got.hidden, wanted.hidden)
+            for layer in config.kv_layers:
+                for mine, own in zip(got.kv.layer(layer), wanted.kv.layer(layer), strict=True):
+                    assert torch.equal(mine, own)
+    assert len(runs) == len(EXAMPLES)
+
+
+def test_needs_of_both() -> None:
+    assert Needs((1, 14, 28), (3,)) | Needs((1, 8, 28), (2, 3)) == Needs((1, 8, 14, 28), (2, 3))
+
+
+def test_a_training_on_shared_features_is_one_on_its_own(target: Target, tmp_path: Path) -> None:
+    own = trainer_for(target, tmp_path / "a", settings(features="memory"))
+    more = Needs((0, 1), (0, 1))
+
+    def keep(config: Any, examples: Any) -> KeptFeatures:
+        return KeptFeatures(target, config, examples, tmp_path / str(len(examples)), more)
+
+    shared = trainer_for(target, tmp_path / "b", settings(), keep=keep)
+    for _ in range(4):
+        own.train_step(), shared.train_step()
+    for name, p in own.drafter.state_dict().items():
+        assert torch.equal(p, shared.drafter.state_dict()[name]), name
+    assert own.validate()["tau_sampling"] == pytest.approx(shared.validate()["tau_sampling"], abs=0.02)

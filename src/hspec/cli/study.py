@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,7 +57,16 @@ def study(
     console.print(table)
     if dry_run:
         return
-    with until_interrupted() as stop:
+    stopped = False
+
+    @contextmanager
+    def interruptible() -> Iterator[Callable[[], bool]]:
+        nonlocal stopped
+        with until_interrupted(lambda: console.print("[dim]stopping after this step, then saving ...[/dim]")) as stop:
+            yield stop
+            stopped = stop()
+
+    try:
         result = run_study(
             settings, out,
             say=lambda line: console.print(f"[dim]{escape(line)}[/dim]"),
@@ -64,9 +75,11 @@ def study(
                 f"{record['tau_sampling']:.3f}"
             ),
             on_answer=lambda done, total, last: None if done % 50 else console.print(f"[dim]answers {done:,} of {total:,}[/dim]"),
-            stop=stop,
+            interruptible=interruptible,
         )  # fmt: skip
-    if result is None and not stop():
+    except KeyboardInterrupt:
+        result, stopped = None, True
+    if result is None and not stopped:
         return
     if result is None:
         console.print(f"stopped; 'hspec study --out {out}' with the same settings goes on")

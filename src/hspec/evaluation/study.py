@@ -89,6 +89,9 @@ class Study(Strict):
     entries: tuple[Entry, ...] = Field(min_length=1)
     equal: Literal["blocks", "compute"] = "blocks"
     """All have the job's steps; or as many steps as make, by the plan's count, the operations that the job's own drafter needs."""
+    share_features: bool = False
+    """The target runs over each document once, in some 10 KB a token of disk, and not anew for every training; its time is then not
+    in those of trainings."""
     measure: Measurement = Measurement()
 
     @model_validator(mode="after")
@@ -125,6 +128,13 @@ class Study(Strict):
             return job
         steps = round(job.train.steps * run_flops(self.job) / run_flops(job))
         return job.model_copy(update={"train": job.train.model_copy(update={"steps": max(1, steps)})})
+
+    def extends(self, other: Study) -> bool:
+        """Whether all that the other one trains is trained alike here."""
+        if self.model_copy(update={"entries": other.entries}) != other:
+            return False
+        own = set(self.pieces())
+        return all(piece in own and self.job_of(piece) == other.job_of(piece) for piece in other.pieces())
 
     def first_seed(self, label: str) -> int:
         """Of an entry."""
@@ -178,13 +188,13 @@ def read_study(path: Path | None) -> Study:
 
 
 def claim(study: Study, folder: Path) -> None:
-    """Note in a folder which study is done there.
+    """Note in a folder which study is done there; it may have become one of more trainings.
 
     Raises:
         UsageError: it is another one.
     """
     path = folder / STUDY_FILE
     own = yaml.safe_dump(json.loads(study.model_dump_json()), sort_keys=False)
-    if path.exists() and read_study(path) != study:
+    if path.exists() and not study.extends(read_study(path)):
         raise UsageError(f"{folder} holds another study (see {path}): go on with that one, or choose another --out")
     write_text(path, own)

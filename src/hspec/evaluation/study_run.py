@@ -7,9 +7,13 @@ what was begun goes on from its last checkpoint. Several processes may work on o
 from __future__ import annotations
 
 import json
+import os
+import random
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ import numpy as np
 
 from hspec.api import load_drafter
 from hspec.decoding.params import SamplingParams
+from hspec.drafters.config import DrafterConfig
 from hspec.drafters.parameters import parameters_by_part
 from hspec.errors import HSpecError
 from hspec.evaluation.harness import AR, Contender, evaluate
@@ -31,13 +36,16 @@ from hspec.targets.sources import load_target
 from hspec.targets.target import Target
 from hspec.training.build import new_drafter, training_target
 from hspec.training.checkpoints import holds_run
+from hspec.training.corpus import Corpus, Example
 from hspec.training.data import Data, Say, prepare_data
+from hspec.training.features import KeptFeatures, Needs
 from hspec.training.job import Job, shape
 from hspec.training.trackers import LOG_FILE
 from hspec.training.trainer import Trainer
 
 RESULT_FILE = "study.json"
-EVALUATION, TIMING = "evaluation", "timing"
+Interruptible = Callable[[], AbstractContextManager[Callable[[], bool]]]
+EVALUATION, TIMING, FEATURES = "evaluation", "timing", "features"
 
 
 def run_study(
@@ -46,12 +54,13 @@ def run_study(
     say: Say,
     report: Callable[[Piece, dict[str, Any]], None] = lambda *_: None,
     on_answer: Callable[[int, int, Record], None] = lambda *_: None,
-    stop: Callable[[], bool] = lambda: False,
+    interruptible: Interruptible = lambda: nullcontext(lambda: False),
 ) -> dict[str, Any] | None:
     """Train what is not trained yet, then measure; None if it was stopped before the end, or another process has the rest.
 
     Args:
         report: gets the log records of the trainings.
+        interruptible: entered for each training, which saves itself and ends when what it gives says so. Answers need no such care.
 
     Raises:
         UsageError: the folder holds another study, or a task is unknown.
@@ -60,7 +69,7 @@ def run_study(
     check_tasks(study.measure.tasks, study.measure.folder)
     with alone(folder / STUDY_FILE, wait=True):
         claim(study, folder)
-    if not _train_pending(study, folder, say, report, stop):
+    if not _train_pending(study, folder, say, report, interruptible):
         return None
     elsewhere = [piece.name for piece in study.pieces() if not is_done(piece.folder(folder))]
     with alone(folder / EVALUATION) as free:
@@ -71,10 +80,11 @@ def run_study(
 
 
 def _train_pending(
-    study: Study, folder: Path, say: Say, report: Callable[[Piece, dict[str, Any]], None], stop: Callable[[], bool]
+    study: Study, folder: Path, say: Say, report: Callable[[Piece, dict[str, Any]], None], interruptible: Interruptible
 ) -> bool:
     """False if it was stopped."""
     texts: _Texts | None = None
+    keep: _Kept | None = None
     for number, piece in enumerate(study.pieces(), 1):
         own = piece.folder(folder)
         with alone(own) as free:
@@ -83,10 +93,12 @@ def _train_pending(
             if texts is None:
                 _check_shapes(study)
                 texts = _Texts(study.job, say)
+                keep = _Kept(study, folder, texts.target) if study.share_features else None
             say(f"training {piece.name} ({number} of {len(study.pieces())})")
-            _train(study.job_of(piece), own, texts, partial(report, piece), stop)
-        if stop():
-            return False
+            with interruptible() as stop:
+                _train(study.job_of(piece), own, texts, keep, partial(report, piece), stop)
+                if stop():
+                    return False
     return True
 
 
@@ -106,6 +118,32 @@ def _check_shapes(study: Study) -> None:
     """
     for piece in study.pieces():
         shape(study.job_of(piece))
+
+
+class _Kept:
+    """What the target leaves of the documents, for all trainings of a study: its forward is a third of a training's step, and the same
+    whoever is trained. Processes share the files."""
+
+    def __init__(self, study: Study, folder: Path, target: Target):
+        self._target, self._folder = target, folder / FEATURES
+        self._all = reduce(or_, (Needs.of(shape(study.job_of(piece))) for piece in study.pieces()))
+
+    def __call__(self, config: DrafterConfig, examples: Sequence[Example]) -> KeptFeatures:
+        corpus = Corpus.of(examples)
+        file = self._folder / f"{corpus.fingerprint()}.bin"
+        with alone(file, wait=True):
+            return KeptFeatures(self._target, config, corpus, file, self._all)
+
+
+def _fill(trainer: Trainer, stop: Callable[[], bool]) -> None:
+    """Have the target seen every document of a training before its clock runs; processes go about it each in an order of its own."""
+    steps = list(range(trainer.step, trainer.config.steps))
+    random.Random(os.getpid()).shuffle(steps)
+    for step in steps:
+        if stop():
+            return
+        assert isinstance(trainer.features, KeptFeatures)
+        trainer.features.fill(trainer.stream.batch(step))
 
 
 class _Texts:
@@ -136,12 +174,15 @@ class _Texts:
 
 
 def _train(
-    job: Job, own: Path, texts: _Texts, report: Callable[[dict[str, Any]], None], stop: Callable[[], bool]
+    job: Job, own: Path, texts: _Texts, keep: _Kept | None, report: Callable[[dict[str, Any]], None], stop: Callable[[], bool]
 ) -> None:  # fmt: skip
     data, begun = texts.of(job), holds_run(own)
-    trainer = Trainer(job.train, texts.target, new_drafter(job, texts.target, data), data.train, data.held_out, own)
+    drafter = new_drafter(job, texts.target, data)
+    trainer = Trainer(job.train, texts.target, drafter, data.train, data.held_out, own, keep=keep)
     if begun:
         trainer.resume()
+    if keep is not None:
+        _fill(trainer, stop)
     trainer.run(report, stop)
 
 

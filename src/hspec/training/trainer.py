@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from hspec.drafters.checkpoint import save_drafter
+from hspec.drafters.config import DrafterConfig
 from hspec.drafters.drafter import Drafter
 from hspec.errors import HSpecError
 from hspec.remote.client import FeatureError
@@ -39,6 +40,8 @@ FEATURES_FILE = "features.bin"
 BEST = "best"
 ALONE = Processes()
 T = TypeVar("T")
+Keep = Callable[[DrafterConfig, Sequence[Example]], KeptFeatures]
+"""Where the target's features of some documents are kept for a drafter."""
 
 
 class Trainer:
@@ -50,6 +53,7 @@ class Trainer:
         examples: training documents. held_out: documents that only validation sees.
         folder: where checkpoints and the log go; only the first process writes there.
         shard: each process keeps a share of the drafter (FSDP2), instead of all of it (DDP).
+        keep: features that several trainings share; by default this one has its own, as ``config.features`` says.
 
     Raises:
         HSpecError: the processes have different data, targets or drafters.
@@ -58,6 +62,7 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, target: Target, drafter: Drafter, examples: Sequence[Example],
         held_out: Sequence[Example], folder: Path, processes: Processes = ALONE, shard: bool = False,
+        keep: Keep | None = None,
     ):  # fmt: skip
         config = config.for_block(drafter.config.max_draft)
         self.config, self.target, self.drafter, self.folder, self.processes = config, target, drafter, folder, processes
@@ -70,8 +75,10 @@ class Trainer:
         self._streams = target.streams if isinstance(target, PartialTarget) else None
         self._expected = 0
         """Up to this step the target's layers know what will be asked of them, if they run elsewhere."""
-        self.features = self._streamed if config.features == "stream" else self._kept_features()
+        self.features = self._features(keep)
         self.validation = Validation(held_out, config, self._streamed, self.slots) if held_out else None
+        if self.validation is not None and keep is not None:
+            self.validation.source = keep(drafter.config, self.validation.stream.examples)
         self.trackers = Trackers(folder, config.trackers, config.model_dump(mode="json"))
         self.checkpoints = Checkpoints(folder, config.keep)
         self.step = 0
@@ -88,8 +95,12 @@ class Trainer:
         self.loss = BlockLoss(drafter, target, config)
         self.learner = Learner(drafter, self.loss, config, processes, shard)
 
-    def _kept_features(self) -> KeptFeatures:
-        """A file is of one process, which fills in the documents that it sees."""
+    def _features(self, keep: Keep | None) -> FeatureSource:
+        """A file is of one process, which fills in the documents that it sees; unless trainings share it."""
+        if keep is not None:
+            return keep(self.drafter.config, self.stream.examples)
+        if self.config.features == "stream":
+            return self._streamed
         name = FEATURES_FILE if self.processes.count == 1 else f"{self.processes.rank}-{FEATURES_FILE}"
         file = self.folder / name if self.config.features == "disk" else None
         examples = self.stream.examples
