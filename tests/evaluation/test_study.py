@@ -79,6 +79,21 @@ def test_a_study(study: Study, tmp_path: Path) -> None:
         run_study(study.model_copy(update={"entries": study.entries[:1]}), out, lambda _: None)
 
 
+def test_what_was_measured_of_a_smaller_study_stays(study: Study, tmp_path: Path) -> None:
+    hspec, _ = study.entries
+    small = study.model_copy(update={"entries": (hspec.model_copy(update={"seeds": (0,)}),)})
+    assert run_study(small, tmp_path, lambda _: None) is not None
+    before = (tmp_path / "evaluation" / "records.jsonl").read_bytes()
+    result = run_study(study, tmp_path, lambda _: None)
+    assert result is not None
+    assert list(result["evaluation"]["settings"]["greedy"]["entrants"]) == ["ar", "hspec (k 3, 2 seeds)", "dflash-0"]
+    assert (tmp_path / "evaluation-1" / "records.jsonl").read_bytes() == before
+    more = study.model_copy(update={"measure": study.measure.model_copy(update={"limit": 3})})
+    result = run_study(more, tmp_path, lambda _: None)
+    assert result is not None and result["evaluation"]["settings"]["greedy"]["prompts"] == {"qa": 3}
+    assert not (tmp_path / "evaluation-2").exists(), "more prompts come to those that there are"
+
+
 def test_a_study_may_grow(study: Study, tmp_path: Path) -> None:
     """By entries and seeds; what is there must have been trained as the larger study would."""
     hspec, dflash = study.entries

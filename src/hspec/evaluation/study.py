@@ -131,7 +131,7 @@ class Study(Strict):
 
     def extends(self, other: Study) -> bool:
         """Whether all that the other one trains is trained alike here."""
-        if self.model_copy(update={"entries": other.entries}) != other:
+        if self.model_copy(update={"entries": other.entries, "measure": other.measure}) != other:
             return False
         own = set(self.pieces())
         return all(piece in own and self.job_of(piece) == other.job_of(piece) for piece in other.pieces())
@@ -188,7 +188,7 @@ def read_study(path: Path | None) -> Study:
 
 
 def claim(study: Study, folder: Path) -> None:
-    """Note in a folder which study is done there; it may have become one of more trainings.
+    """Note in a folder which study is done there; it may have become one of more trainings, or with another measurement.
 
     Raises:
         UsageError: it is another one.

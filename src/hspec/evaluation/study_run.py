@@ -6,6 +6,7 @@ what was begun goes on from its last checkpoint. Several processes may work on o
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -23,8 +24,9 @@ from hspec.api import load_drafter
 from hspec.decoding.params import SamplingParams
 from hspec.drafters.config import DrafterConfig
 from hspec.drafters.parameters import parameters_by_part
-from hspec.errors import HSpecError
-from hspec.evaluation.harness import AR, Contender, evaluate
+from hspec.errors import HSpecError, UsageError
+from hspec.evaluation.harness import AR, Contender, evaluate, identity
+from hspec.evaluation.harness import claim as claim_evaluation
 from hspec.evaluation.records import Record
 from hspec.evaluation.report import write_report
 from hspec.evaluation.setup import longest_prompt, machine, settings_of, write_summary
@@ -215,8 +217,18 @@ def _evaluate(
         longest=longest_prompt(target, m.max_tokens),
     )  # fmt: skip
     settings = settings_of([SamplingParams(temperature=t, max_tokens=m.max_tokens, seed=m.seed) for t in m.temperatures])
+    _set_aside(place, identity(target, contenders, settings, m.batch))
     evaluate(target, contenders, tasks, settings, place, on_answer, m.batch)
     return write_summary(place, m.seed, measured_on=machine(target.device.type))
+
+
+def _set_aside(place: Path, own: dict[str, Any]) -> None:
+    """A measurement of other drafters, or under other settings, stays under another name: a study may have grown since."""
+    try:
+        claim_evaluation(place, own)
+    except UsageError:
+        number = next(n for n in itertools.count(1) if not place.with_name(f"{place.name}-{n}").exists())
+        place.rename(place.with_name(f"{place.name}-{number}"))
 
 
 def trainings(study: Study, folder: Path, drafters: dict[Piece, Any], summary: dict[str, Any]) -> dict[str, Any]:
