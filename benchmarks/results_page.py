@@ -221,6 +221,30 @@ def positions(study: Mapping[str, Any]) -> str:
     return table(["training", *map(str, range(1, width + 1))], rows)
 
 
+def over_seeds(study: Mapping[str, Any], first: str) -> str:
+    """A row a method: the estimated tau of its seeds after all blocks and after the time of the study's quickest training, and how much
+    ``first`` is ahead of it with the same seed, which means the same documents in the same order."""
+    shortest = min(r["core_seconds"] for r in study["runs"])
+    taus: dict[str, dict[int, tuple[float, float]]] = {}
+    for r in study["runs"]:
+        times, on_the_way = [0.0, *(c[1] for c in r["course"])], [1.0, *(c[2] for c in r["course"])]
+        taus.setdefault(r["label"], {})[r["seed"]] = (r["tau"], float(np.interp(shortest, times, on_the_way)))
+    rows = []
+    for label, own in sorted(taus.items(), key=lambda item: -np.mean([tau for tau, _ in item[1].values()])):
+        row = [label, str(len(own))]
+        for which in (0, 1):
+            row.append(_mean_and_range([tau[which] for tau in own.values()]))
+            ahead = [taus[first][seed][which] - tau[which] for seed, tau in own.items() if seed in taus[first]]
+            row.append("-" if label == first else _mean_and_range(ahead))
+        rows.append(row)
+    ahead = f"{first} is ahead by"
+    return table(["method", "seeds", "tau, equal blocks", ahead, f"tau, equal time ({shortest:.0f} core-seconds)", ahead], rows)
+
+
+def _mean_and_range(values: Sequence[float]) -> str:
+    return f"{np.mean(values):.3f} ({min(values):.3f} .. {max(values):.3f})"
+
+
 def first_seeds(study: Mapping[str, Any], labels: Sequence[str] = ()) -> str:
     """The estimated tau of each method's first seed, the largest first, in a sentence's words; of ``labels`` only, as far as they are
     there."""
@@ -332,6 +356,7 @@ def render() -> str:
         trainings,
         positions,
         courses,
+        over_seeds,
         first_seeds,
         estimate,
         drafting,

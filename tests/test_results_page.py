@@ -75,6 +75,24 @@ def test_an_unfinished_study(tmp_path: Path) -> None:
     assert page.positions(study).splitlines()[2] == "| hspec 0 | 0.500 | - |"
 
 
+def test_seeds_beside_each_other() -> None:
+    """Means and ranges; pairs are of one seed, and time is that of the quickest training."""
+    page = script("results_page")
+
+    def run(label: str, seed: int, seconds: float, tau: float) -> dict[str, object]:
+        return {"label": label, "seed": seed, "core_seconds": seconds, "tau": tau, "course": [[100, seconds, tau]]}
+
+    study = {
+        "runs": [run("a", 0, 10, 1.4), run("a", 1, 10, 1.5), run("b", 0, 20, 1.4), run("b", 1, 20, 1.2), run("c", 0, 10, 1.1)]
+    }
+    rows = page.over_seeds(study, "a").splitlines()[2:]
+    assert rows == [
+        "| a | 2 | 1.450 (1.400 .. 1.500) | - | 1.450 (1.400 .. 1.500) | - |",
+        "| b | 2 | 1.300 (1.200 .. 1.400) | 0.150 (0.000 .. 0.300) | 1.150 (1.100 .. 1.200) | 0.300 (0.200 .. 0.400) |",
+        "| c | 1 | 1.100 (1.100 .. 1.100) | 0.300 (0.300 .. 0.300) | 1.100 (1.100 .. 1.100) | 0.300 (0.300 .. 0.300) |",
+    ]
+
+
 def test_a_bench_and_costs(tmp_path: Path) -> None:
     page = script("results_page")
 
