@@ -241,6 +241,12 @@ def over_seeds(study: Mapping[str, Any], first: str) -> str:
     return table(["method", "seeds", "tau, equal blocks", ahead, f"tau, equal time ({shortest:.0f} core-seconds)", ahead], rows)
 
 
+def ahead_by(study: Mapping[str, Any], first: str, second: str) -> float:
+    """Of estimated tau, on average over the seeds that both have."""
+    taus = [{r["seed"]: r["tau"] for r in study["runs"] if r["label"] == label} for label in (first, second)]
+    return float(np.mean([taus[0][seed] - taus[1][seed] for seed in taus[0].keys() & taus[1].keys()]))
+
+
 def _mean_and_range(values: Sequence[float]) -> str:
     return f"{np.mean(values):.3f} ({min(values):.3f} .. {max(values):.3f})"
 
@@ -357,6 +363,7 @@ def render() -> str:
         positions,
         courses,
         over_seeds,
+        ahead_by,
         first_seeds,
         estimate,
         drafting,

@@ -85,6 +85,7 @@ def test_seeds_beside_each_other() -> None:
     study = {
         "runs": [run("a", 0, 10, 1.4), run("a", 1, 10, 1.5), run("b", 0, 20, 1.4), run("b", 1, 20, 1.2), run("c", 0, 10, 1.1)]
     }
+    assert page.ahead_by(study, "a", "b") == pytest.approx(0.15) and page.ahead_by(study, "a", "c") == pytest.approx(0.3)
     rows = page.over_seeds(study, "a").splitlines()[2:]
     assert rows == [
         "| a | 2 | 1.450 (1.400 .. 1.500) | - | 1.450 (1.400 .. 1.500) | - |",
