@@ -118,9 +118,10 @@ def test_ctrl_c_while_the_target_answers(
     study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Only trainings, which save themselves, put it off."""
+    usual = signal.getsignal(signal.SIGINT)  # ignored, where a shell started the tests in the background
 
     def interrupted(*_: Any) -> None:
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is usual
         raise KeyboardInterrupt
 
     monkeypatch.setattr(study_run, "prepare_data", interrupted)
