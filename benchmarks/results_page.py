@@ -326,6 +326,20 @@ def drafting_costs(costs: Mapping[str, Any], length: int) -> str:
     return table([f"{length} tokens", *(f"{n} at once" for n in counts)], rows)
 
 
+def verification_costs(costs: Mapping[str, Any]) -> str:
+    """A row a context length, a column a number of rows: ms of the target's forward over one sequence."""
+    found = {(c["length"], c["rows"]): c["ms"] for c in costs["verification"]}
+    lengths, heights = (sorted({key[i] for key in found}) for i in (0, 1))
+    rows = [[f"{length} tokens", *(f"{found[length, n]:.1f}" for n in heights)] for length in lengths]
+    return table(["verifying", *(f"{n} row{'s' if n > 1 else ''}" for n in heights)], rows)
+
+
+def growth(costs: Mapping[str, Any], method: str, concurrency: int) -> float:
+    """How many times as long a step of drafting takes at the longest context as at the shortest."""
+    own = {c["length"]: c["total_ms"] for c in costs["drafting"] if (c["method"], c["concurrency"]) == (method, concurrency)}
+    return float(own[max(own)] / own[min(own)])
+
+
 def _in_parts(cost: Mapping[str, Any]) -> str:
     whole = f"{cost['total_ms']:.1f}"
     return f"{whole} ({cost['inject_ms']:.1f} of them to inject)" if cost["inject_ms"] else whole
@@ -374,6 +388,8 @@ def render() -> str:
         leads,
         rounds,
         drafting_costs,
+        verification_costs,
+        growth,
     )
     try:
         return environment.get_template(TEMPLATE.name).render(**{tool.__name__: tool for tool in tools}, data=data)

@@ -125,3 +125,11 @@ def test_a_bench_and_costs(tmp_path: Path) -> None:
     ]}  # fmt: skip
     rows = page.drafting_costs(costs, 512).splitlines()
     assert rows[2:] == ["| hspec | 3.0 |", "| dspark | 5.0 (1.0 of them to inject) |"]
+    assert page.growth(costs, "dspark", 1) == pytest.approx(1.2)
+    found = [{"rows": n, "length": length, "ms": 10.0 * n + length / 512} for length in (512, 1024) for n in (1, 4)]
+    assert page.verification_costs({"verification": found}).splitlines() == [
+        "| verifying | 1 row | 4 rows |",
+        "| --- | --- | --- |",
+        "| 512 tokens | 11.0 | 41.0 |",
+        "| 1024 tokens | 12.0 | 42.0 |",
+    ]
