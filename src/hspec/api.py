@@ -10,9 +10,9 @@ from hspec.decoding.engine import Drafter, Engine, Step
 from hspec.decoding.params import SamplingParams
 from hspec.decoding.sequence import Request, Result
 from hspec.drafters.checkpoint import load_drafter as load_checkpoint
-from hspec.drafters.lookup_first import SUFFIX, LookupFirst
 from hspec.drafters.ngram import NAME as NGRAM
 from hspec.drafters.ngram import NgramDrafter
+from hspec.drafters.source import NOTHING, split
 from hspec.errors import UsageError
 from hspec.targets.sources import ALIASES, SMOLLM2_NAME
 from hspec.targets.target import Target
@@ -54,9 +54,9 @@ def drafter_folder(source: str | Path | None, target_name: str) -> Path:
     path = Path(source).expanduser()
     if path.exists():
         return path
-    if without_lookup(source)[1]:
+    if split(source)[1] != NOTHING:
         raise UsageError(
-            f"{source}: prompt lookup beside a drafter is for generate, chat, measure, eval and serve: leave {SUFFIX} out here"
+            f"{source}: what is put around a drafter is for generate, chat, measure, eval and serve: leave +... out here"
         )
     shipped = shipped_drafter(str(source))
     if shipped is not None:
@@ -82,25 +82,16 @@ def load_drafter(source: str | Path | None, target: Target) -> Drafter:
     Args:
         source: a folder, a hub id, ``ngram`` for prompt lookup, a target's name for the drafter that ships for it, or None for
             the one that ships for this target. With ``+ngram`` behind it, prompt lookup comes first, and the drafter where the text does
-            not repeat itself.
+            not repeat itself; with ``+sure0.4`` it drafts as long as a draft stands with a chance of 0.4.
 
     Raises:
-        UsageError: no such drafter, or one for another target.
+        UsageError: no such drafter, one for another target, or one that cannot say how sure it is.
         HSpecError: its files are damaged.
     """
     if source == NGRAM:
         return NgramDrafter(target.vocab_size, device=target.device)
-    base, lookup = without_lookup(source)
-    drafter = load_checkpoint(drafter_folder(base, target.name), target).prepare()
-    return LookupFirst(drafter) if lookup else drafter
-
-
-def without_lookup(source: str | Path | None) -> tuple[str | Path | None, bool]:
-    """What :func:`load_drafter` is given, less ``+ngram``, and whether that was there. A folder that is called so is a folder."""
-    name = "" if source is None else str(source)
-    if not name.endswith(SUFFIX) or Path(name).expanduser().exists():
-        return source, False
-    return name.removesuffix(SUFFIX) or None, True
+    base, around = split(source)
+    return around.put(load_checkpoint(drafter_folder(base, target.name), target).prepare())
 
 
 def make_request(target: Target, prompt: Prompt, params: SamplingParams) -> Request:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from hspec.decoding.engine import Drafter, Engine, Step
 from hspec.decoding.params import SamplingParams
 from hspec.decoding.sequence import Counters, Request, Result
 from hspec.decoding.state import DecodingState
+from hspec.drafters.context import Chooser, Draft, DraftContext
 from hspec.drafters.lookup_first import LookupFirst
 from hspec.drafters.ngram import NgramDrafter
+from hspec.drafters.while_sure import WhileSure
 from hspec.errors import UsageError
 from hspec.targets.target import Target
 from hspec.targets.template import ChatTemplate
@@ -331,7 +334,47 @@ DISTRIBUTIONS: list[tuple[str, dict[str, Any]]] = [
     ("fixed", {"temperature": 1.3}),
     ("sampled", {"temperature": 1.2, "top_p": 0.9, "repetition_penalty": 1.5, "draft": "sample"}),
     ("copying", {"temperature": 1.0, "draft": "sample"}),
+    ("doubting", {"temperature": 1.0, "draft": "sample"}),
 ]
+
+
+class Doubting(ReplayDrafter):
+    """Doubts what stands behind an odd token; if it peeks, an odd token itself, which it has picked already."""
+
+    confidence, embedding = object(), torch.zeros(SMALL, 1)
+
+    def __init__(self, target: Target, peeks: bool = False):
+        super().__init__(target)
+        self.peeks = peeks
+
+    def propose(self, context: DraftContext, k: int, choose: Chooser) -> Draft:
+        draft = super().propose(context, k, choose)
+        before = torch.cat((context.anchors, draft.tokens[:, :-1]), dim=1)
+        doubtful = (draft.tokens if self.peeks else before) % 2 == 1
+        return replace(draft, chances=torch.where(doubtful, 0.4, 0.95).cumprod(1))
+
+
+def answers(
+    target: Target, drafter: Drafter | None, prompt: tuple[int, ...], count: int, draws: int, settings: dict[str, Any]
+) -> list[Result]:
+    asked = [Request(prompt, SamplingParams(max_tokens=count, seed=seed, **settings)) for seed in range(1000, 1000 + draws)]
+    return Engine(target, drafter, None if drafter is None else 3, max_batch=50).generate(asked)
+
+
+def counted(results: list[Result], count: int) -> np.ndarray:
+    counts = np.zeros(SMALL**count)
+    for result in results:
+        counts[int("".join(map(str, result.tokens)), SMALL)] += 1
+    return counts
+
+
+def test_a_drafter_that_doubts_what_it_has_picked_would_be_seen() -> None:
+    """Drafts may be left out for the tokens before them, not for what they are: the test below is sharp enough to tell."""
+    count, settings = 4, {"temperature": 1.0, "draft": "sample"}
+    target = Target(small_model(), ChatTemplate(Letters()), "small").prepare()
+    exact = exact_distribution((0, 2, 1), count, SamplingParams(**settings))
+    drafter = WhileSure(Doubting(target, peeks=True), 0.5)  # type: ignore[arg-type]
+    assert chi_square(counted(answers(target, drafter, (0, 2, 1), count, 500, settings), count), exact) < 1e-3
 
 
 @pytest.mark.parametrize("kind, settings", DISTRIBUTIONS, ids=str)
@@ -339,27 +382,27 @@ def test_the_distribution_is_the_targets(kind: str, settings: dict[str, Any]) ->
     count, draws, prompt = 4, 500, (0, 2, 1)
     target = Target(small_model(), ChatTemplate(Letters()), "small").prepare()
     exact = exact_distribution(prompt, count, SamplingParams(**settings))
-    drafter: ReplayDrafter | LookupFirst | None = None
+    drafter: ReplayDrafter | LookupFirst | WhileSure | None = None
     if kind == "fixed":
         ends = list(itertools.product(range(SMALL), repeat=count))
         likely = [max((e for e in ends if e[0] == first), key=lambda e: exact[ends.index(e)]) for first in range(SMALL)]
         drafter = ReplayDrafter(target, [[*prompt, *e] for e in likely], fixed=True)
     elif kind == "copying":  # the same requests draft what is likely, or what stood behind the last token before
         drafter = LookupFirst(ReplayDrafter(target), NgramDrafter(SMALL, longest=2, shortest=1))  # type: ignore[arg-type]
+    elif kind == "doubting":
+        drafter = WhileSure(Doubting(target), 0.5)  # type: ignore[arg-type]
     elif kind != "plain":
         drafter = ReplayDrafter(target, draft_ids=torch.tensor([1, 3]) if kind == "half" else None)
-    asked = [Request(prompt, SamplingParams(max_tokens=count, seed=seed, **settings)) for seed in range(1000, 1000 + draws)]
-    results = Engine(target, drafter, None if drafter is None else 3, max_batch=50).generate(asked)
-    counts = np.zeros(SMALL**count)
-    for result in results:
-        counts[int("".join(map(str, result.tokens)), SMALL)] += 1
+    results = answers(target, drafter, prompt, count, draws, settings)
+    counts = counted(results, count)
     assert chi_square(counts, exact) > 1e-3
     assert chi_square(counts.reshape(SMALL, -1).sum(0), exact.reshape(SMALL, -1).sum(0)) > 1e-3, "without the prefill's"
     if drafter is not None:
         pooled = Counters()
         for result in results:
             pooled.add(result.counters)
-        assert pooled.tau > 1.2 and all(0 < rate < 1 for rate in pooled.acceptance), "both branches were taken"
+        often = pooled.acceptance[:2] if kind == "doubting" else pooled.acceptance  # it seldom gets to the third
+        assert pooled.tau > 1.1 and all(0 < rate < 1 for rate in often), "both branches were taken"
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hspec.api import drafter_folder, load_drafter, without_lookup
+from hspec.api import drafter_folder, load_drafter
 from hspec.decoding.engine import Engine
 from hspec.decoding.params import SamplingParams
 from hspec.decoding.sequence import Request, Result
@@ -142,13 +142,5 @@ def test_it_is_loaded_by_its_suffix(tmp_path: Path) -> None:
     assert both.taps == alone.taps and both.max_draft == alone.max_draft and both.max_nodes == 10
     with pytest.raises(UsageError, match=r"other"):
         load_drafter(f"{tmp_path / 'other'}+ngram", target)
-    with pytest.raises(UsageError, match=r"is for generate, chat, measure, eval and serve: leave \+ngram out here"):
+    with pytest.raises(UsageError, match=r"is for generate, chat, measure, eval and serve: leave \+\.\.\. out here"):
         drafter_folder(f"{folder}+ngram", target.name)
-
-
-def test_a_folder_of_that_name_is_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "a+ngram").mkdir()
-    assert without_lookup(tmp_path / "a+ngram") == (tmp_path / "a+ngram", False)
-    assert without_lookup(tmp_path / "b+ngram") == (str(tmp_path / "b"), True)
-    assert without_lookup("+ngram") == (None, True)  # the one that ships
-    assert without_lookup(None) == (None, False) and without_lookup("ngram") == ("ngram", False)

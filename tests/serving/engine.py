@@ -56,7 +56,7 @@ class VllmEngine:
 
     Args:
         model: folder of a target, and its drafter's where drafts are wanted; by default SmolLM2 and the one that ships.
-        settings: of ``vllm.LLM``; and ``drafts_at``, as ``hspec serve`` has it, and ``lookup``, whether that comes before the drafter.
+        settings: of ``vllm.LLM``; and ``drafts_at``, as ``hspec serve`` has it, and ``around``, what is put around the drafter.
     """
 
     def __init__(self, speculate: bool, model: tuple[str, str] | None = None, **settings: Any):
@@ -130,16 +130,17 @@ class _Driver:
         from vllm import LLM
 
         from hspec.api import shipped_drafter
+        from hspec.drafters.source import NOTHING
         from hspec.serving.schedule import Schedule
         from hspec.serving.settings import additional_config, speculative_config
         from hspec.targets.sources import model_folder
 
         target, drafter = model or (str(model_folder("smollm2")), str(shipped_drafter("smollm2")))
-        fewer, lookup = settings.pop("drafts_at", None), settings.pop("lookup", False)
+        fewer, around = settings.pop("drafts_at", None), settings.pop("around", NOTHING)
         drafting = speculative_config(K) | (
             {"num_speculative_tokens_per_batch_size": Schedule.of(fewer).ranges(K)} if fewer else {}
         )
-        hspec = {"speculative_config": drafting, "additional_config": additional_config(Path(drafter), lookup)}
+        hspec = {"speculative_config": drafting, "additional_config": additional_config(Path(drafter), around)}
         defaults: dict[str, Any] = {
             "dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "max_num_seqs": 16, "disable_log_stats": False,
             "worker_extension_cls": "tests.serving.watched.Watched",

@@ -12,7 +12,7 @@ from hspec.decoding.engine import Engine
 from hspec.decoding.sequence import Request, Result
 from hspec.drafters.checkpoint import load_drafter
 from hspec.drafters.drafter import Drafter
-from hspec.drafters.lookup_first import LookupFirst, usual_lookup
+from hspec.drafters.source import NOTHING, Around
 from hspec.targets.target import Target
 from hspec.training.examples import Example
 from tests.serving.engine import Job, Outcome, VllmEngine
@@ -34,10 +34,9 @@ class Served:
     drafter: Drafter
     prompts: list[list[int]]
 
-    def embedded(self, asked: list[list[int]] | None = None, draft: bool = True, lookup: bool = False) -> list[Result]:
+    def embedded(self, asked: list[list[int]] | None = None, draft: bool = True, around: Around = NOTHING) -> list[Result]:
         params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
-        drafter = LookupFirst(self.drafter, usual_lookup(self.drafter, SLOTS)) if lookup else self.drafter
-        engine = Engine(self.target, drafter, SLOTS) if draft else Engine(self.target)
+        engine = Engine(self.target, around.put(self.drafter, longest_copy=SLOTS), SLOTS) if draft else Engine(self.target)
         return engine.generate([Request(tuple(p), params) for p in asked or self.prompts])
 
     def jobs(self, asked: list[list[int]] | None = None, arrivals: int = 2) -> list[Job]:

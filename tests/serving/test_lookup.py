@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hspec.drafters.source import Around
 from tests.serving.engine import Job
 from tests.serving.served import compare, serve, taught
 
@@ -15,10 +16,10 @@ pytestmark = pytest.mark.serve
 def test_step_for_step(tmp_path: Path) -> None:
     served = serve(tmp_path, taught("hspec"))
     asked = [[*p, *p[: len(p) // 2]] for p in served.prompts[:4]] + served.prompts[4:]
-    expected, without = served.embedded(asked, lookup=True), served.embedded(asked)
+    expected, without = served.embedded(asked, around=Around(lookup=True)), served.embedded(asked)
     assert [r.tokens for r in expected] == [r.tokens for r in served.embedded(asked, draft=False)]
     assert [r.runs for r in expected] != [r.runs for r in without]
-    with served.engine(max_num_batched_tokens=64, lookup=True) as engine:
+    with served.engine(max_num_batched_tokens=64, around=Around(lookup=True)) as engine:
         assert engine.kv_tokens == served.kv_tokens()
         outcomes = engine.run(served.jobs(asked))
         compare(outcomes, expected)

@@ -71,6 +71,15 @@ def test_lookup_first_is_the_plugins(spoken, place: Path, method: str) -> None:
         assert option(made, "--additional-config") == {"hspec_drafter": str(place / method), "hspec_lookup": True}
 
 
+def test_doubts_are_the_plugins(spoken, place: Path) -> None:
+    made = spoken("dspark", 2, source=f"{place / 'dspark'}+sure0.3+ngram", gpu=True)
+    assert made.by_plugin
+    told = option(made, "--additional-config")
+    assert told == {"hspec_drafter": str(place / "dspark"), "hspec_lookup": True, "hspec_sure": 0.3}
+    with pytest.raises(UsageError, match=r"dflash: this drafter \(dflash\) has no confidence head, .*: leave \+sure out"):
+        spoken("dflash", 2, source=f"{place / 'dflash'}+sure0.3")
+
+
 @pytest.mark.parametrize("drafter", ["hspec", "dflash", "ngram"])
 def test_fewer_drafts_under_load(spoken, drafter: str) -> None:
     """Whoever serves it, by vLLM's own setting; k counts below the schedule's first number."""

@@ -11,6 +11,7 @@ import torch
 
 from hspec.decoding.draft_sampler import DraftSampler
 from hspec.drafters.context import DraftContext
+from hspec.drafters.source import Around
 from hspec.errors import HSpecError
 from hspec.serving.pages import cpu_vec
 from hspec.serving.rows import DraftRow, draft_rows
@@ -113,7 +114,7 @@ def test_drafts_under_a_grammar_are_greedy_and_one_hot(served):
 @pytest.fixture
 def copying(served):
     """The same with lookup before it, and a third request whose last three tokens stood in it before, with two tokens behind them."""
-    runner = StepDrafter(served.drafter, K, lookup=True)
+    runner = StepDrafter(served.drafter, K, around=Around(lookup=True))
     runner.pages = served.runner.pages
     own = served.step.history
     step = replace(served.step, history=lambda i: [3, 4, 5, 6, 7, 11, 12, 5, 6, 7] if i == 2 else own(i))
@@ -159,3 +160,19 @@ def test_rows():
 def test_contradicting_rows_are_refused(known):
     with pytest.raises(HSpecError, match="not the one that this plugin knows"):
         draft_rows([[7, 8]], [4], [5], [25], [known])
+
+
+def test_doubted_drafts_are_left_out(served):
+    """Of each request those that are unlikely to stand; the distributions of the others stay."""
+    for row in (0, 2):
+        served.step.params[row] = params(temperature=0.9)
+    always = served.runner.draft(served.step)
+    chances = [embedded(served, row, draft_params(served.step.params[row])).chances[0].tolist() for row in (0, 2)]
+    least = sorted(chance for own in chances for chance in own)[K]  # so that some stay and some go
+    runner = StepDrafter(served.drafter, K, around=Around(least=least))
+    runner.pages = served.runner.pages
+    sure = runner.draft(served.step)
+    for row, own in zip((0, 2), chances, strict=True):
+        assert sure.tokens[row] == always.tokens[row][: sum(chance >= least for chance in own)]
+    assert 0 < len(sure.tokens[0]) + len(sure.tokens[2]) < 2 * K and sure.tokens[1] == []
+    assert torch.equal(sure.probabilities, always.probabilities)

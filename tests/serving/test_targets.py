@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hspec.drafters.checkpoint import check_target
 from hspec.drafters.methods import configuration
+from hspec.drafters.source import NOTHING, Around
 from hspec.errors import UsageError
-from hspec.serving.settings import additional_config, drafter_of, lookup_of, speculative_config
+from hspec.serving.settings import additional_config, around_of, drafter_of, speculative_config
 from hspec.serving.targets import ServedTarget, TemplateHash, folder_hash, refusal, require_servable
 from hspec.targets.target import Target
 from hspec.targets.template import ChatTemplate
@@ -86,11 +88,19 @@ def test_the_drafter_is_named_by_the_server():
             drafter_of(nothing)
 
 
-def test_lookup_is_told_in_the_configuration() -> None:
-    assert lookup_of(additional_config(Path("/some/where"), True)) and not lookup_of(additional_config(Path("/some/where")))
-    assert not lookup_of({}) and not lookup_of(None)
+@pytest.mark.parametrize("around", [NOTHING, Around(True), Around(False, 0.4), Around(True, 0.125)], ids=str)
+def test_what_is_put_around_the_drafter_is_told_in_the_configuration(around: Around) -> None:
+    told = json.loads(json.dumps(additional_config(Path("/some/where"), around)))
+    assert around_of(told) == around and drafter_of(told) == Path("/some/where")
+
+
+def test_nothing_else_is_understood() -> None:
+    assert around_of({}) == around_of(None) == NOTHING
     with pytest.raises(UsageError, match="hspec_lookup in --additional-config is 'yes': give true or false"):
-        lookup_of({"hspec_lookup": "yes"})
+        around_of({"hspec_lookup": "yes"})
+    for chance in (0, 1, 1.5, -0.2, True, "0.4", float("nan")):
+        with pytest.raises(UsageError, match=r"hspec_sure in --additional-config is .*: give a chance above 0 and below 1"):
+            around_of({"hspec_sure": chance})
 
 
 @pytest.mark.parametrize("tied", [True, False])

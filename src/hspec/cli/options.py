@@ -20,7 +20,7 @@ DrafterOption = Annotated[
         "--drafter",
         "-d",
         help="A drafter's folder or hub id, smollm2 for the one that ships for it, or ngram (prompt lookup); with +ngram behind it, "
-        "lookup comes first (smollm2+ngram). By default the one that ships for the target.",
+        "lookup comes first (smollm2+ngram), with +sure0.4 it drafts while a draft stands with that chance. By default the one that ships.",
     ),
 ]
 KOption = Annotated[
@@ -56,7 +56,8 @@ def prefer_large_pages() -> None:
 def load(target: str, drafter: str | None, no_draft: bool, device: str, dtype: str, threads: int | None) -> tuple[Any, Any]:
     import torch
 
-    from hspec.api import drafter_folder, load_drafter, without_lookup
+    from hspec.api import drafter_folder, load_drafter
+    from hspec.drafters.source import split
     from hspec.targets.sources import ALIASES, load_target
 
     if no_draft and drafter is not None:
@@ -68,7 +69,7 @@ def load(target: str, drafter: str | None, no_draft: bool, device: str, dtype: s
         raise UsageError(f"--dtype {dtype}: choose one of {', '.join(kinds)}")
     check_device(device)
     if not no_draft:
-        drafter_folder(without_lookup(drafter)[0], ALIASES.get(target, target))  # says at once if there is none
+        drafter_folder(split(drafter)[0], ALIASES.get(target, target))  # says at once if there is none
     loaded = load_target(target, device, kinds[dtype])
     return loaded, None if no_draft else load_drafter(drafter, loaded)
 

@@ -47,7 +47,7 @@ class Proposal:
         counts = draft.counts or (draft.tokens.shape[1],) * len(limits)
         ends = [min(count, limit) for count, limit in zip(counts, limits, strict=True)]
         chains = [own[:end] for own, end in zip(draft.tokens.tolist(), ends, strict=True)]
-        return Proposal(torch.cat((anchors, draft.tokens), dim=1), chains, _drawn_from(draft))
+        return Proposal(torch.cat((anchors, draft.tokens[:, : max(ends)]), dim=1), chains, _drawn_from(draft))
 
     @property
     def depths(self) -> list[tuple[int, ...]] | None:

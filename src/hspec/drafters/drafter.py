@@ -14,6 +14,7 @@ from hspec.drafters.config import DrafterConfig
 from hspec.drafters.context import Chooser, Draft, DraftContext, greedy_chooser
 from hspec.drafters.heads.causal import CausalHead, Walk
 from hspec.drafters.heads.confidence import ConfidenceHead
+from hspec.drafters.heads.markov import MarkovHead
 from hspec.errors import UsageError
 from hspec.targets.cache import CacheShape, KVView
 from hspec.targets.packing import PackedHalfLinear, PackedLinear, can_pack, has_bf16_products, pack_linears
@@ -113,6 +114,13 @@ class Drafter(nn.Module, ABC):
             pack_linears(self, kind)
         return self
 
+    def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """What the confidence head makes of slots ``[..., hidden]`` and the tokens before them ``[...]`` (target ids): ``[...]``.
+        Nothing but the head learns from it, if ``hidden`` is detached."""
+        assert self.confidence is not None
+        seen = self.causal.embed(previous) if isinstance(self.causal, MarkovHead) and self.confident_of_markov else None
+        return self.confidence(hidden, None if seen is None else seen.detach())
+
     # -- what it does --------------------------------------------------------------------------------------------
 
     def remember(self, taps: Tensor, following: Tensor, positions: Tensor, past: KVView | None) -> list[tuple[Tensor, Tensor]]:
@@ -140,14 +148,19 @@ class Drafter(nn.Module, ABC):
     def predict(self, context: DraftContext, previous: Tensor) -> Prediction:
         """Training's view of B x N blocks of k slots; ``previous`` is the true token before each slot, ``[B, N, k]``."""
 
-    def _follow(self, walk: Walk, anchors: Tensor, k: int, choose: Chooser) -> Draft:
-        """Pick slot by slot: anchors ``[B]``."""
+    def _follow(self, walk: Walk, anchors: Tensor, k: int, choose: Chooser, hidden: Tensor | None = None) -> Draft:
+        """Pick slot by slot: anchors ``[B]``; ``hidden`` ``[B, k, hidden]`` is what the confidence head looks at, if there is one."""
         previous = anchors
-        tokens, distributions = [], []
+        tokens, distributions, confident = [], [], []
         for slot in range(k):
+            if self.confidence is not None and hidden is not None:
+                confident.append(self.confidence_logits(hidden[:, slot], previous).float().sigmoid())
             draft_id, q = choose(slot + 1, walk(slot, previous))
             previous = self.draft_ids[draft_id]
             tokens.append(previous)
             distributions.append(q)
-        one_hot = any(q is None for q in distributions)
-        return Draft(torch.stack(tokens, 1), None if one_hot else torch.stack(distributions, 1))  # type: ignore[arg-type]
+        return Draft(
+            torch.stack(tokens, 1),
+            None if any(q is None for q in distributions) else torch.stack(distributions, 1),  # type: ignore[arg-type]
+            chances=torch.stack(confident, 1).cumprod(1) if confident else None,
+        )

@@ -14,12 +14,14 @@ from hspec.drafters.drafter import Drafter
 from hspec.drafters.ngram import NAME as NGRAM
 from hspec.drafters.ngram import NgramDrafter
 from hspec.drafters.tree import DraftTree
+from hspec.drafters.while_sure import WhileSure
 from hspec.targets.cache import KVView
 
 SUFFIX = f"+{NGRAM}"
 """Behind a drafter's folder or name: with lookup first."""
 LONGEST, SHORTEST = 5, 3
 """Of the last tokens so many are looked for, the most first; what followed the fewest is drafted at the least."""
+LONGEST_COPY = 10
 
 
 class LookupFirst:
@@ -31,7 +33,7 @@ class LookupFirst:
 
     reads_history = True
 
-    def __init__(self, drafter: Drafter, lookup: NgramDrafter | None = None):
+    def __init__(self, drafter: Drafter | WhileSure, lookup: NgramDrafter | None = None):
         self.drafter, self.lookup = drafter, lookup or usual_lookup(drafter)
         self.taps, self.draft_ids = drafter.taps, drafter.draft_ids
         self.max_draft, self.max_nodes = drafter.max_draft, max(drafter.max_nodes, self.lookup.max_draft)
@@ -50,7 +52,7 @@ class LookupFirst:
         return _merged(draft, copies) if any(copies.counts) else draft
 
 
-def usual_lookup(drafter: Drafter, longest_copy: int = 10) -> NgramDrafter:
+def usual_lookup(drafter: Drafter | WhileSure, longest_copy: int = LONGEST_COPY) -> NgramDrafter:
     """For suffixes of :data:`SHORTEST` to :data:`LONGEST` tokens, and copies of so many tokens at most."""
     vocabulary, device = drafter.embedding.shape[0], drafter.embedding.device
     return NgramDrafter(vocabulary, longest_copy, LONGEST, SHORTEST, device)

@@ -160,9 +160,9 @@ class ParallelDrafter(Drafter):
         hidden = block[:, first:]
         if self.causal is None:
             logits = self.base_logits(hidden).float()
-            return self._follow(lambda j, _: logits[:, j], context.anchors[:, 0], k, choose)
+            return self._follow(lambda j, _: logits[:, j], context.anchors[:, 0], k, choose, hidden)
         walk = self.causal.walk(hidden, block[:, 0], self.base_logits, choose)
-        return self._follow(walk, context.anchors[:, 0], k, choose)
+        return self._follow(walk, context.anchors[:, 0], k, choose, hidden)
 
     def predict(self, context: DraftContext, previous: Tensor) -> Prediction:
         k = previous.shape[-1]

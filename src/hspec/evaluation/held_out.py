@@ -16,7 +16,7 @@ from hspec.api import make_request
 from hspec.decoding.engine import Drafter, Engine
 from hspec.decoding.params import SamplingParams
 from hspec.decoding.sequence import Counters
-from hspec.drafters.lookup_first import LookupFirst
+from hspec.drafters.source import unwrapped
 from hspec.errors import HSpecError, UsageError
 from hspec.evaluation.statistics import Resampling
 from hspec.files import drop_cut_line, reason
@@ -119,14 +119,13 @@ def measure(
 
 def label(target: Target, drafter: Drafter, k: int, max_tokens: int) -> str:
     """Tells one measurement from another: target, drafter, k and length of the answers."""
-    before = ", lookup first" if isinstance(drafter, LookupFirst) else ""
-    return f"target {target.weight_hash()}, drafter {drafter_hash(drafter)}{before}, k {k}, {max_tokens} tokens"
+    return f"target {target.weight_hash()}, drafter {drafter_hash(drafter)}{unwrapped(drafter)[1].endings}, k {k}, {max_tokens} tokens"
 
 
 def drafter_hash(drafter: Drafter) -> str:
     """SHA-256 (16 hex digits) of everything that a drafter has learnt that is not packed away."""
     digest = hashlib.sha256()
-    learnt = drafter.drafter if isinstance(drafter, LookupFirst) else drafter
+    learnt, _ = unwrapped(drafter)
     state = learnt.state_dict() if isinstance(learnt, nn.Module) else {}
     for name, weight in [*sorted(state.items()), ("draft_ids", drafter.draft_ids)]:
         digest.update(name.encode() + weight.detach().float().cpu().contiguous().numpy().tobytes())

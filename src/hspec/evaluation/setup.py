@@ -16,7 +16,7 @@ from hspec.api import FINE_TUNE_HINT, load_drafter, shipped_drafter
 from hspec.decoding.engine import Drafter as AnyDrafter
 from hspec.decoding.params import SamplingParams
 from hspec.drafters.drafter import Drafter
-from hspec.drafters.lookup_first import SUFFIX, LookupFirst
+from hspec.drafters.source import unwrapped
 from hspec.errors import HSpecError, UsageError
 from hspec.evaluation.harness import AR, IDENTITY_FILE, RECORDS_FILE, Contender, Setting
 from hspec.evaluation.records import RecordFile, whole_groups
@@ -60,9 +60,8 @@ def contenders_of(target: Target, drafters: Sequence[str], ks: Sequence[int] | N
 
 def method_of(drafter: AnyDrafter, source: str) -> str:
     """What a drafter's tables call its method; ``source`` is what was loaded."""
-    if isinstance(drafter, LookupFirst):
-        return drafter.drafter.config.method + SUFFIX
-    return drafter.config.method if isinstance(drafter, Drafter) else source
+    learnt, around = unwrapped(drafter)
+    return learnt.config.method + around.endings if isinstance(learnt, Drafter) else source
 
 
 TEMPLATE_TOKENS = 64

@@ -16,7 +16,7 @@ from hspec.serving.memory import Ran
 from hspec.serving.pages import LAYOUTS, Pages
 from hspec.serving.ranks import check_ranks
 from hspec.serving.self_test import check_pages
-from hspec.serving.settings import drafter_of, lookup_of
+from hspec.serving.settings import around_of, drafter_of
 from hspec.serving.step import Proposal, Step, StepDrafter
 from hspec.serving.targets import ServedTarget, TemplateHash, require_servable, require_supported
 
@@ -39,7 +39,7 @@ class HSpecProposer:
         plugin.require_registered()
         require_supported(config)
         self.vllm_config = config
-        self.folder, self.lookup = drafter_of(config.additional_config), lookup_of(config.additional_config)
+        self.folder, self.around = drafter_of(config.additional_config), around_of(config.additional_config)
         self.k = config.speculative_config.num_speculative_tokens
         self.drafter_config = known_config(self.folder)
         require_servable(self.drafter_config, self.k, str(self.folder))
@@ -69,12 +69,12 @@ class HSpecProposer:
         drafter = load_drafter(self.folder, target)
         if self.ranks.count > 1:
             keep_share(drafter, self.ranks.rank, self.ranks.count, self.ranks.sum)
-        self._drafter = StepDrafter(drafter.prepare(), self.k, self.ranks, self.lookup)
+        self._drafter = StepDrafter(drafter.prepare(), self.k, self.ranks, self.around)
         if drafter.memory_shape is not None:
             assert isinstance(drafter.config, ParallelConfig) and drafter.config.attention is not None
             hooks.make_own_layers(self.vllm_config, drafter.memory_shape, drafter.config.attention.heads)
-        first = "prompt lookup, then " if self.lookup else ""
-        logger.info("H-Spec: %s%s with k = %d from %s", first, self.drafter_config.method, self.k, self.folder)
+        method = self.drafter_config.method + self.around.endings
+        logger.info("H-Spec: %s with k = %d from %s", method, self.k, self.folder)
 
     def _whole(self, layer: Any) -> Tensor:
         """All rows of an embedding or LM head, whose vocabulary vLLM pads and spreads over the ranks: ``[vocabulary, hidden]``; its

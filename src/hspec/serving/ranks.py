@@ -58,12 +58,18 @@ class Ranks:
         return rows if self.group is None else self.group.all_gather(rows.contiguous(), dim=0)
 
     def agree(self, draft: Draft) -> Draft:
-        """The first rank's draft: k tokens and, where they were drawn, k distributions over the draft vocabulary of each sequence."""
+        """The first rank's draft: k tokens and, where they were drawn, k distributions over the draft vocabulary of each sequence, and
+        how many of them count."""
         if self.group is None:
             return draft
-        tokens = self.group.broadcast(draft.tokens.contiguous(), src=0)
-        q = draft.probabilities
-        return replace(draft, tokens=tokens, probabilities=None if q is None else self.group.broadcast(q.contiguous(), src=0))
+        tokens, q, counts = draft.tokens, draft.probabilities, draft.counts
+        said = None if counts is None else self.group.broadcast(tokens.new_tensor(counts), src=0).tolist()
+        return replace(
+            draft,
+            tokens=self.group.broadcast(tokens.contiguous(), src=0),
+            probabilities=None if q is None else self.group.broadcast(q.contiguous(), src=0),
+            counts=None if said is None else tuple(said),
+        )
 
 
 ALONE = Ranks()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hspec.drafters.source import NOTHING, Around
 from hspec.errors import UsageError
 
 PROPOSER = "hspec.serving.proposer.HSpecProposer"
@@ -18,6 +19,9 @@ DRAFTER = "hspec_drafter"
 LOOKUP = "hspec_lookup"
 """Key of ``--additional-config``: true for prompt lookup before the drafter."""
 
+SURE = "hspec_sure"
+"""Key of ``--additional-config``: the least chance with which a draft must stand."""
+
 
 def speculative_config(k: int) -> dict[str, Any]:
     """For ``--speculative-config``.
@@ -28,21 +32,25 @@ def speculative_config(k: int) -> dict[str, Any]:
     return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": k}
 
 
-def additional_config(drafter: Path, lookup: bool = False) -> dict[str, Any]:
+def additional_config(drafter: Path, around: Around = NOTHING) -> dict[str, Any]:
     """For ``--additional-config``."""
-    return {DRAFTER: str(drafter)} | ({LOOKUP: True} if lookup else {})
+    said = {DRAFTER: str(drafter), LOOKUP: around.lookup or None, SURE: around.least}
+    return {key: value for key, value in said.items() if value is not None}
 
 
-def lookup_of(additional: Any) -> bool:
-    """Whether prompt lookup comes before the drafter, from a server's ``additional_config``.
+def around_of(additional: Any) -> Around:
+    """What is put around the drafter, from a server's ``additional_config``.
 
     Raises:
-        UsageError: neither true nor false.
+        UsageError: lookup is neither true nor false, or a chance is none.
     """
-    said = additional.get(LOOKUP, False) if isinstance(additional, Mapping) else False
-    if not isinstance(said, bool):
-        raise UsageError(f"{LOOKUP} in --additional-config is {said!r}: give true or false")
-    return said
+    said = additional if isinstance(additional, Mapping) else {}
+    lookup, least = said.get(LOOKUP, False), said.get(SURE)
+    if not isinstance(lookup, bool):
+        raise UsageError(f"{LOOKUP} in --additional-config is {lookup!r}: give true or false")
+    if least is not None and not (isinstance(least, float) and 0 < least < 1):
+        raise UsageError(f"{SURE} in --additional-config is {least!r}: give a chance above 0 and below 1, as 0.4")
+    return Around(lookup, least)
 
 
 def drafter_of(additional: Any) -> Path:

@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 
-from hspec.api import drafter_folder, without_lookup
+from hspec.api import drafter_folder
 from hspec.cache_folder import cache_folder
 from hspec.drafters import convert as conversion
 from hspec.drafters.checkpoint import check_target, known_config
 from hspec.drafters.ngram import NAME as NGRAM
+from hspec.drafters.source import NOTHING, split
+from hspec.drafters.while_sure import no_confidence
+from hspec.errors import UsageError
 from hspec.serving.ranks import check_ranks
 from hspec.serving.schedule import Schedule
 from hspec.serving.settings import additional_config, speculative_config
@@ -57,7 +60,7 @@ def speculation(
 
     Args:
         source: a folder or hub id, behind ``plugin:`` if the plugin is to serve it; ``ngram``, or None for the one that ships. With
-            ``+ngram`` behind it prompt lookup comes first.
+            ``+ngram`` behind it prompt lookup comes first, with ``+sure0.4`` it drafts while a draft stands with that chance.
         target: as the user names it. name: what it stands for. config: transformers' configuration of it.
         k: drafted tokens a step; None takes the drafter's largest. gpu: whether the server will have one.
         ranks: over which the target's heads are spread. schedule: fewer drafts where many requests run at once.
@@ -73,11 +76,13 @@ def speculation(
         k = NGRAM_K if k is None else k
         return Speculation(_options({"method": NGRAM, "num_speculative_tokens": k, **lengths}, k, schedule))
     asked = source is not None and source.startswith(PLUGIN)
-    base, lookup = without_lookup((source or "").removeprefix(PLUGIN) or None)
+    base, around = split((source or "").removeprefix(PLUGIN) or None)
     folder = drafter_folder(base, name).absolute()
     drafter = known_config(folder)
     k = drafter.max_draft if k is None else k
-    native = not asked and not lookup and (drafter.method in NATIVE or (gpu and drafter.method in NATIVE_ON_GPU))
+    native = not asked and around == NOTHING and (drafter.method in NATIVE or (gpu and drafter.method in NATIVE_ON_GPU))
+    if around.least is not None and not getattr(drafter, "confidence_head", False):
+        raise UsageError(f"{folder}: {no_confidence(drafter.method)}")
     check = check_drafts if native else require_servable
     check(drafter, k, str(folder))
     nothing = torch.empty(0)
@@ -90,7 +95,7 @@ def speculation(
     arguments = (
         *_options(speculative_config(k), k, schedule),
         "--additional-config",
-        json.dumps(additional_config(folder, lookup)),
+        json.dumps(additional_config(folder, around)),
     )
     return Speculation(arguments, by_plugin=True)
 

@@ -14,7 +14,7 @@ from hspec.decoding.params import SamplingParams
 from hspec.drafters.config import ParallelConfig
 from hspec.drafters.context import Draft, DraftContext
 from hspec.drafters.drafter import Drafter
-from hspec.drafters.lookup_first import LookupFirst, usual_lookup
+from hspec.drafters.source import NOTHING, Around
 from hspec.serving.flash import flash_view, vllm_kernel
 from hspec.serving.memory import DrafterMemory
 from hspec.serving.pages import PagedView, Pages, gathered_view
@@ -69,12 +69,12 @@ class StepDrafter:
     others); the pages of both are set once they are there. Of several ranks, each has a drafter cut down to its share of heads.
 
     Args:
-        lookup: whether prompt lookup comes before the drafter, of up to k tokens as well: a server has room for no more.
+        around: what is put around the drafter. Lookup drafts up to k tokens as well: a server has room for no more.
     """
 
-    def __init__(self, drafter: Drafter, k: int, ranks: Ranks = ALONE, lookup: bool = False):
+    def __init__(self, drafter: Drafter, k: int, ranks: Ranks = ALONE, around: Around = NOTHING):
         self.drafter, self.k, self.ranks = drafter, k, ranks
-        self._proposes = LookupFirst(drafter, usual_lookup(drafter, k)) if lookup else drafter
+        self._proposes = around.put(drafter, longest_copy=k)
         self.pages = Pages()
         self.memory = None if drafter.memory_shape is None else DrafterMemory(drafter)
 

@@ -20,7 +20,6 @@ from hspec.drafters.drafter import Drafter, Prediction
 from hspec.drafters.heads.causal import LowRankHead
 from hspec.drafters.heads.gru import GruHead
 from hspec.drafters.heads.latent import LatentHead
-from hspec.drafters.heads.markov import MarkovHead
 from hspec.drafters.heads.selector import PathSelector
 from hspec.targets.target import Target
 from hspec.training.blocks import BlockBatch
@@ -263,9 +262,7 @@ class BlockLoss:
         d = self.drafter
         if d.confidence is None or not self.config.confidence:
             return None
-        hidden = slots.pick(predicted.hidden).detach().float()
-        seen = d.causal.embed(slots.previous).detach() if isinstance(d.causal, MarkovHead) and d.confident_of_markov else None
-        return d.confidence(hidden, seen)
+        return d.confidence_logits(slots.pick(predicted.hidden).detach().float(), slots.previous)
 
 
 def _mixture(under: Sequence[SlotStatistics], share: Tensor, likeliest: Tensor) -> SlotStatistics:
