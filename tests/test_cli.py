@@ -23,6 +23,7 @@ from hspec.decoding.session import Session
 from hspec.drafters.methods import METHODS
 from hspec.drafters.parameters import parameters_by_part
 from hspec.drafters.presets import PRESETS
+from hspec.locks import alone
 from hspec.training.checkpoints import Checkpoints
 from hspec.training.job import read_job
 from hspec.training.trainer import Trainer
@@ -358,8 +359,16 @@ def test_chat_ends_with_the_input(hspec: Run, model: list[str]) -> None:
 
 
 def test_chat_says_when_the_context_is_full(hspec: Run, model: list[str]) -> None:
-    done = hspec("chat", *model, "-n", 3, stdin="hello\n" + "word " * 100 + "\n")
-    assert done.code == 2 and done.err.startswith("hspec: ") and len(done.err.splitlines()) == 1
+    """And goes on with the conversation as it was."""
+    done = hspec("chat", *model, "-n", 3, stdin="hello\n" + "word " * 100 + "\nhello\n")
+    assert done.code == 0 and done.out.count("shorten it by at least") == 1 and done.out.count("tokens cached") == 2
+
+
+def test_arguments_must_be_text(hspec: Run, model: list[str]) -> None:
+    """A shell may hand over any bytes; Python has lone surrogates for those that are no text."""
+    for arguments, what in ((["a\udcff"], "the prompt"), (["a", "--system", "b\udcff"], "--system")):
+        done = hspec("generate", *model, *arguments)
+        assert done.code == 2 and done.err.startswith(f"hspec: {what} is not UTF-8 text"), done.err
 
 
 def test_ctrl_c_in_a_chat_stops_the_answer_only(hspec: Run, model: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,6 +487,7 @@ def test_train_end_to_end(hspec: Run, place: Path, tmp_path: Path) -> None:
         "config.json",
         "drafter.safetensors",
         "log.jsonl",
+        "run.lock",
         "run.yaml",
     }
     answer = hspec("generate", "hello", "-t", place / "target", "-d", tmp_path / "run", "-n", 8, "--json")
@@ -529,6 +539,20 @@ def test_any_target_can_be_trained_for_without_a_preset(hspec: Run, place: Path,
     assert config["target"]["name"] == str(place / "target") and config["block_size"] == 5
 
 
+def test_two_do_not_train_into_one_folder(hspec: Run, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second finds out before it prepares anything, or before its first step if both prepared at once."""
+    with monkeypatch.context() as patch:
+        patch.setattr("hspec.cli.training._check_alone", lambda _: None)
+        (tmp_path / "run").mkdir()
+        with alone(tmp_path / "run" / "run"):
+            done = hspec(*training(place, tmp_path / "run"))
+    assert done.code == 2 and "another process trains in" in done.err and not (tmp_path / "run" / "log.jsonl").exists()
+    monkeypatch.setattr("hspec.training.build.prepare_data", lambda *_: pytest.fail("it is known already"))
+    with alone(tmp_path / "run" / "run"):
+        done = hspec(*training(place, tmp_path / "run"))
+    assert done.code == 2 and "another process trains in" in done.err
+
+
 def test_ctrl_c_saves_and_resume_goes_on(hspec: Run, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step, before = Trainer.train_step, signal.getsignal(signal.SIGINT)
 
@@ -540,7 +564,7 @@ def test_ctrl_c_saves_and_resume_goes_on(hspec: Run, place: Path, tmp_path: Path
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "train_step", interrupted)
         done = hspec(*training(place, tmp_path / "run"))
-    assert done.code == 0 and "stopped at step 2 of 4" in done.out.replace("\n", " ")
+    assert done.code == 130 and "stopped at step 2 of 4" in done.out.replace("\n", " ")
     assert signal.getsignal(signal.SIGINT) is before  # the default's, or ignored where the tests run in the background
     resumed = hspec("train", "-o", tmp_path / "run", "--resume")
     assert resumed.code == 0 and "done, step 4 of 4" in resumed.out.replace("\n", " ")

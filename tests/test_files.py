@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hspec.errors import HSpecError
-from hspec.files import drop_cut_line, write_text
+from hspec.errors import HSpecError, UsageError
+from hspec.files import append_line, whole_lines, write_text
 
 
 def test_a_file_appears_whole(tmp_path: Path) -> None:
@@ -29,8 +29,30 @@ def test_what_was_there_stays(tmp_path: Path) -> None:
     assert (tmp_path / "a.txt").is_dir() and [p.name for p in tmp_path.iterdir()] == ["a.txt"]
 
 
-def test_a_line_that_was_cut_off_is_dropped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cut", [b"", b"{", b'{"a', b'{"a": 2, "b'])
+def test_a_line_that_was_cut_off_goes_when_another_is_written(tmp_path: Path, cut: bytes) -> None:
     path = tmp_path / "a.jsonl"
-    assert drop_cut_line(path) == b""
-    path.write_bytes(b'{"a": 1}\n{"a": ')
-    assert drop_cut_line(path) == path.read_bytes() == b'{"a": 1}\n'
+    assert whole_lines(path, '{"a"') == []
+    append_line(path, '{"a": 1}')
+    path.write_bytes(path.read_bytes() + cut)
+    before = path.read_bytes()
+    assert whole_lines(path, '{"a"') == [b'{"a": 1}'] and path.read_bytes() == before, "reading changes nothing"
+    append_line(path, '{"a": "é"}')
+    assert path.read_bytes() == '{"a": 1}\n{"a": "é"}\n'.encode()
+
+
+def test_a_line_that_was_cut_off_may_be_the_only_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": ')
+    assert whole_lines(path, '{"a"') == []
+    append_line(path, '{"a": 1}')
+    assert path.read_bytes() == b'{"a": 1}\n'
+
+
+@pytest.mark.parametrize("other", [b"some text", b'{"a": 1}\nsome text', b"\x00\x01", b'{"other": 1}'])
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path, other: bytes) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(other)
+    with pytest.raises(UsageError, match=r"a\.jsonl does not end in a record, .*: choose another file"):
+        whole_lines(path, '{"a"')
+    assert path.read_bytes() == other

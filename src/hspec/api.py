@@ -54,9 +54,10 @@ def drafter_folder(source: str | Path | None, target_name: str) -> Path:
     path = Path(source).expanduser()
     if path.exists():
         return path
-    if split(source)[1] != NOTHING:
+    _, around = split(source)
+    if around != NOTHING:
         raise UsageError(
-            f"{source}: what is put around a drafter is for generate, chat, measure, eval and serve: leave +... out here"
+            f"{source}: what is put around a drafter is for generate, chat, measure, eval and serve: leave {around.endings} out here"
         )
     shipped = shipped_drafter(str(source))
     if shipped is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from hspec.errors import HSpecError
+from hspec.errors import HSpecError, UsageError
 
 
 def write_text(path: Path, text: str) -> None:
@@ -14,7 +14,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         HSpecError: the disk or its permissions do not allow it; what was there before stays.
     """
-    temporary = path.with_name(path.name + ".partial")
+    temporary = beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(text, encoding="utf-8")
@@ -25,17 +25,43 @@ def write_text(path: Path, text: str) -> None:
         raise HSpecError(f"cannot write {path}: {reason(error)}; free some space or choose another place") from error
 
 
-def drop_cut_line(path: Path) -> bytes:
-    """The whole lines of a JSONL file; a last line that an interruption cut short is removed from the file, so that
-    what is appended starts a line of its own."""
-    if not path.exists():
-        return b""
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        with path.open("r+b") as file:
-            file.truncate(whole)
-    return data[:whole]
+def whole_lines(path: Path, begins: str) -> list[bytes]:
+    """The whole lines of a JSONL file, none where there is no file. A last line that an interruption cut short is left out; it stays in the
+    file until something is appended, for whoever reads need not be the one who writes.
+
+    Args:
+        begins: how a record begins.
+
+    Raises:
+        UsageError: what stands behind the last whole line is no record that was cut short: the file is something else.
+        OSError: it cannot be read.
+    """
+    data = path.read_bytes() if path.exists() else b""
+    whole, start = data.rfind(b"\n") + 1, begins.encode()
+    rest = data[whole:]
+    if not (rest.startswith(start) or start.startswith(rest)):
+        raise UsageError(f"{path} does not end in a record, so it is another program's, or damaged: choose another file")
+    return data[:whole].splitlines()
+
+
+def append_line(path: Path, line: str) -> None:
+    """Write a line behind the last whole one of a file that was read by :func:`whole_lines`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with path.open("a+b") as file:
+        file.seek(max(0, file.tell() - 1))
+        if file.read(1) not in (b"", b"\n"):
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(line.encode() + b"\n")
+
+
+def beside(path: Path) -> Path:
+    """Where a file or folder is written before it is renamed to ``path``: a hidden name, so that it is nobody else's."""
+    path = path.absolute()  # "." has no name to derive another from
+    return path.with_name(f".{path.name}.partial")
 
 
 def reason(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,15 @@ def test_what_cannot_be_converted(
     with pytest.raises(UsageError, match=message):
         convert(tmp_path / kind, tmp_path / "out", layout, target)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["dspark", "hybrid"]
+
+
+def test_neighbours_are_left_alone(target: Target, dspark: Path, tmp_path: Path) -> None:
+    """Also those that are called as temporary folders often are."""
+    source = Path(shutil.copytree(dspark, tmp_path / "x.partial"))
+    before = {p.name: p.read_bytes() for p in source.iterdir()}
+    convert(source, tmp_path / "x", "speculators", target)
+    assert {p.name: p.read_bytes() for p in source.iterdir()} == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["dspark", "x", "x.partial"]
 
 
 def test_a_place_that_is_taken(target: Target, dspark: Path, hybrid: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from hspec.evaluation.origin import origins
 from hspec.evaluation.records import Record, RecordFile, whole_groups
 from hspec.evaluation.summary import summarise
 from hspec.evaluation.tasks.task import Task, TaskPrompt
+from hspec.locks import alone
 from hspec.targets.target import Target
 from tests.methods import drafting
 
@@ -146,6 +147,47 @@ def test_something_else_is_refused(target: Target, contenders: list[Contender], 
     (tmp_path / "records.jsonl").write_text('{"id": 1}\n')
     with pytest.raises(UsageError, match="line 1: not an answer of an evaluation"):
         evaluate(target, contenders[:2], TASKS, SETTINGS[:1], tmp_path)
+
+
+def test_one_process_at_a_time_writes_answers(target: Target, contenders: list[Contender], tmp_path: Path) -> None:
+    evaluate(target, contenders[:1], TASKS[1:], SETTINGS[:1], tmp_path)
+    before = (tmp_path / "records.jsonl").read_bytes()
+    with alone(tmp_path / "records.jsonl"), pytest.raises(UsageError, match="another process writes answers to"):
+        evaluate(target, contenders[:1], TASKS, SETTINGS[:1], tmp_path)
+    assert (tmp_path / "records.jsonl").read_bytes() == before
+
+
+def test_answers_of_nobody_knows_what_are_not_taken_over(target: Target, contenders: list[Contender], tmp_path: Path) -> None:
+    evaluate(target, contenders[:2], TASKS[1:], SETTINGS[:1], tmp_path)
+    for left in (None, "null\n", "[]\n"):
+        (tmp_path / "evaluation.json").unlink(missing_ok=True)
+        if left is not None:
+            (tmp_path / "evaluation.json").write_text(left)
+        with pytest.raises(UsageError, match=r"holds answers, and evaluation\.json does not say of what: choose another --out"):
+            evaluate(target, contenders[:2], TASKS[1:], SETTINGS[:1], tmp_path)
+
+
+def test_answers_to_a_text_that_was_changed_are_not_taken_over(
+    target: Target, contenders: list[Contender], tmp_path: Path
+) -> None:
+    evaluate(target, contenders[:1], TASKS, SETTINGS[:1], tmp_path)
+    before = (tmp_path / "records.jsonl").read_bytes()
+    task = TASKS[0]
+    changed = replace(task, prompts=(replace(task.prompts[0], turns=("something else",)), *task.prompts[1:]))
+    with pytest.raises(UsageError, match=r"another text than prompt '1' of talk has now: choose another --out"):
+        evaluate(target, contenders[:1], [changed, *TASKS[1:]], SETTINGS[:1], tmp_path)
+    assert (tmp_path / "records.jsonl").read_bytes() == before
+
+
+def test_a_damaged_line_says_what_to_do(target: Target, contenders: list[Contender], tmp_path: Path) -> None:
+    evaluate(target, contenders[:1], TASKS, SETTINGS[:1], tmp_path)
+    path = tmp_path / "records.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], lines[1][:50] + "\n", *lines[2:]]))
+    with pytest.raises(UsageError, match=r"line 2: .*damaged: remove that line, and its prompt is answered again"):
+        evaluate(target, contenders[:1], TASKS, SETTINGS[:1], tmp_path)
+    path.write_text("".join([lines[0], *lines[2:]]))
+    assert len(evaluate(target, contenders[:1], TASKS, SETTINGS[:1], tmp_path)) == len(lines)
 
 
 def test_a_full_disk(target: Target, contenders: list[Contender], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

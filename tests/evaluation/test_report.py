@@ -141,6 +141,20 @@ def test_an_interrupted_evaluation(folder: Path) -> None:
     assert summary["prompts"] == {"math": 20, "code": 9}
 
 
+def test_a_report_changes_nothing_but_the_report(folder: Path) -> None:
+    """An evaluation may be writing to the folder meanwhile: its last line may be half there."""
+    path = folder / "records.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"task":"ma')
+    before = path.read_bytes()
+    write_report(folder)
+    assert path.read_bytes() == before
+    for taken in (path, folder / "summary.json"):
+        with pytest.raises(UsageError, match="is there already and is no report: choose another --out"):
+            write_report(folder, taken)
+    assert path.read_bytes() == before
+    assert write_report(folder, folder / "report.html").exists(), "an older report is replaced"
+
+
 def test_which_answers_are_shown(folder: Path) -> None:
     page = write_report(folder, texts=2).read_text(encoding="utf-8")
     assert len(re.findall("<summary>math, ", page)) == len(re.findall("<summary>code, ", page)) == 2

@@ -1,6 +1,7 @@
 """A tiny study end to end: trained piece by piece, stopped and gone on with, measured once all is there."""
 
 import json
+import shutil
 import signal
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,6 +16,7 @@ from hspec.evaluation import study_run
 from hspec.evaluation.study import Piece, Study, claim, read_study
 from hspec.evaluation.study_run import _at_time, _Texts, is_done, run_study
 from hspec.locks import alone
+from hspec.training.checkpoints import Checkpoints
 from hspec.training.data import prepare_data
 from hspec.training.examples import Batch
 from hspec.training.features import Features, FeatureSource, Needs
@@ -77,6 +79,20 @@ def test_a_study(study: Study, tmp_path: Path) -> None:
     assert run_study(study, out, lambda _: pytest.fail("nothing is left to train")) is not None
     with pytest.raises(UsageError, match="holds another study"):
         run_study(study.model_copy(update={"entries": study.entries[:1]}), out, lambda _: None)
+
+
+def test_a_training_that_was_killed_before_its_weights_were_saved_is_not_done(study: Study, tmp_path: Path) -> None:
+    out = tmp_path / "study"
+    assert run_study(study, out, lambda _: None) is not None
+    own = out / "drafters" / "hspec-0"
+    weights = (own / "drafter.safetensors").read_bytes()
+    last = Checkpoints(own).place(Checkpoints(own).steps()[-1])
+    shutil.rmtree(last)  # the log says that it has come to its end
+    assert not is_done(own) and is_done(out / "drafters" / "dflash-0")
+    again: list[str] = []
+    run_study(study, out, lambda _: None, lambda piece, _: again.append(piece.name))
+    assert set(again) == {"hspec-0"} and is_done(own)
+    assert (own / "drafter.safetensors").read_bytes() == weights
 
 
 def test_what_was_measured_of_a_smaller_study_stays(study: Study, tmp_path: Path) -> None:
@@ -224,6 +240,9 @@ def test_what_ships_and_what_is_wrong(tmp_path: Path) -> None:
         ({"entries": [{"method": "hspec", "seeds": [1, 1]}]}, "a seed is there twice"),
         ({"entries": [{"method": "hspec"}, {"method": "hspec"}]}, "two entries are called 'hspec'"),
         ({"job": {"init_from": "x"}, "entries": [{"method": "hspec"}]}, "job.init_from"),
+        ({"entries": [{"method": "hspec", "seeds": [-1]}]}, r"seeds\.0"),
+        ({"entries": [{"method": "hspec", "job": {"train": 3}}]}, "train: its keys are needed, not 3"),
+        ({"entries": [{"method": "hspec", "job": {"drafter": None}}]}, "drafter: its keys are needed, not None"),
         ({"entries": [{"method": "hspec"}], "mesure": {}}, "mesure"),
         ({"entries": [{"job": {"target": "x"}}]}, "hspec: job.target is the study's"),
         ({"entries": [{"job": {"train": {"precision": "bf16"}}}]}, "hspec: job.train.precision is the study's"),

@@ -102,6 +102,13 @@ def test_sampled_drafts_come_with_what_they_were_drawn_from(served):
         assert q[1, slot, token] == 1
 
 
+def test_extremes_that_a_server_lets_through_do_not_end_it():
+    """vLLM allows any top-p above 0 and any repetition penalty above 0; drafts may be drawn with others, the text is the same."""
+    drawn = draft_params(params(temperature=1.0, top_p=1e-300, repetition_penalty=1e-40))
+    assert 0 < drawn.top_p < 1e-6 and 0 < drawn.repetition_penalty < 1e-6
+    assert draft_params(params(temperature=1.0, repetition_penalty=1e30)).repetition_penalty > 1e6
+
+
 def test_drafts_under_a_grammar_are_greedy_and_one_hot(served):
     plain = served.runner.draft(served.step).tokens
     served.step.params[0] = params(temperature=1.0, structured_outputs=object())

@@ -164,6 +164,11 @@ def test_where_a_run_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         check_run(tmp_path / "file" / "run", resume=False)
     with pytest.raises(UsageError, match="nothing to resume"):
         check_run(tmp_path, resume=True)
+    for name in ("config.json", "model.safetensors"):  # a drafter, or a target
+        (tmp_path / name).write_text("")
+        with pytest.raises(UsageError, match="holds a model, which the run would overwrite: choose another --out"):
+            check_run(tmp_path, resume=False)
+        (tmp_path / name).unlink()
     (tmp_path / STATE_FILE).write_text("")
     with pytest.raises(UsageError, match=r"state\.pt was written by an earlier version, .* with --init-from"):
         check_run(tmp_path, resume=True)

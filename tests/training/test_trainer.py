@@ -18,6 +18,7 @@ from hspec.training.agenda import Agenda
 from hspec.training.checkpoints import STATE_FILE, Checkpoints
 from hspec.training.config import GrowthStage, TrainConfig, default_growth
 from hspec.training.divergence import DIVERGED_FILE
+from hspec.training.log import measured_at_end
 from hspec.training.loss import LossSums
 from hspec.training.optimiser import learning_rate
 from hspec.training.trackers import LOG_FILE
@@ -135,6 +136,24 @@ def test_a_run_that_is_done_is_left_as_it_is(target: Target, tmp_path: Path) -> 
     again.resume()
     again.run(lambda _: None)
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("left", ["", "one", "cut", "nothing"])
+def test_a_measurement_that_was_lost_at_the_end_is_made_again(target: Target, tmp_path: Path, left: str) -> None:
+    trainer_for(target, tmp_path).run(lambda _: None)
+    log = tmp_path / LOG_FILE
+    whole = log.read_text()
+    lines = whole.splitlines(keepends=True)
+    assert measured_at_end(tmp_path) == trainer_for(target, tmp_path).config.steps
+    log.write_text({"": "", "one": "".join(lines[:-1]), "cut": whole[:-20], "nothing": ""}[left])
+    if left == "nothing":
+        log.unlink()
+    assert measured_at_end(tmp_path) is None
+    again, reports = trainer_for(target, tmp_path), list[dict[str, Any]]()
+    again.resume()
+    again.run(reports.append)
+    assert [untimed(r) for r in reports] == [untimed(json.loads(lines[-1]))]
+    assert measured_at_end(tmp_path) == again.config.steps
 
 
 # -- a full disk -------------------------------------------------------------------------------------------------

@@ -124,10 +124,7 @@ def generate(
     check_k(k, no_draft)
     if raw and system is not None:
         raise UsageError("--raw continues the prompt as it is, without a template, so there is no place for --system")
-    try:
-        text = sys.stdin.read() if prompt in (None, "-") else prompt
-    except UnicodeDecodeError as error:
-        raise UsageError(f"the prompt on stdin is not UTF-8 text ({error})") from error
+    text = _read_stdin() if prompt in (None, "-") else _utf8(prompt, "the prompt")
     if not text or not text.strip():
         raise UsageError("the prompt is empty: give it as an argument or on stdin")
     params = sampling_params(
@@ -138,7 +135,7 @@ def generate(
     if raw:
         ids = loaded.template.encode_plain(text)
     else:
-        messages = [{"role": "system", "content": system}] if system else []
+        messages = [{"role": "system", "content": _utf8(system, "--system")}] if system else []
         ids = loaded.template.encode([*messages, {"role": "user", "content": text}])
     console = Console(highlight=False)
     stream = MarkedStream(console, mark=console.is_terminal and draft is not None)
@@ -151,6 +148,28 @@ def generate(
         print(json.dumps(_result_json(result)))
     else:
         console.print()
+
+
+def _read_stdin() -> str:
+    if sys.stdin is None:
+        raise UsageError("there is no stdin to read the prompt from: give it as an argument")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the prompt on stdin is not UTF-8 text ({error})") from error
+
+
+def _utf8(text: str | None, what: str) -> str:
+    """An argument; the shell may hand over bytes that are no text.
+
+    Raises:
+        UsageError: it has such bytes.
+    """
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{what} is not UTF-8 text ({error.reason} at character {error.start})") from error
+    return text or ""
 
 
 def _result_json(result: Any) -> dict[str, Any]:
@@ -196,7 +215,7 @@ def chat(
         repetition_penalty=repetition_penalty, seed=seed,
     )  # fmt: skip
     loaded, draft = load(target, drafter, no_draft, device, dtype, threads)
-    session = Session(loaded, draft, k, system)
+    session = Session(loaded, draft, k, None if system is None else _utf8(system, "--system"))
     console = Console(highlight=False)
     stream = MarkedStream(console, mark=console.is_terminal and draft is not None)
     console.print("[dim]/exit or Ctrl-D ends, Ctrl-C stops an answer[/dim]")
@@ -206,6 +225,8 @@ def chat(
         except (EOFError, KeyboardInterrupt):
             console.print()
             return
+        except UnicodeDecodeError as error:
+            raise UsageError(f"what stands on stdin is not UTF-8 text ({error})") from error
         if text.strip() in ("/exit", "/quit"):
             return
         if not text.strip():
@@ -217,5 +238,8 @@ def chat(
                 result = step.result
         except KeyboardInterrupt:
             console.print(" [dim](stopped)[/dim]", end="")
+        except UsageError as error:  # too long, say: the conversation so far stays
+            console.print(f"[dim]hspec: {escape(str(error))}[/dim]")
+            continue
         tau = f"tau {result.counters.tau:.2f}, " if result is not None and draft is not None else ""
         console.print(f"\n[dim]{tau}{len(session.cached)} tokens cached[/dim]")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -91,6 +93,7 @@ def train(
     processes.on_main(lambda: _show_plan(plan_of(settings, out, resume).lines | {"processes": how}, console))
     if dry_run:
         return
+    processes.on_main(lambda: _check_alone(out))
     try:
         trainer = build(settings, out, resume, lambda line: console.print(f"[dim]{escape(line)}[/dim]"), processes, shard)
     except KeyboardInterrupt:
@@ -100,8 +103,37 @@ def train(
                 file=sys.stderr,
             )
         raise typer.Exit(130) from None
-    run_with_progress(trainer, console)
+    with ExitStack() as held:
+        processes.on_main(lambda: held.enter_context(_alone_in(out)))
+        finished = run_with_progress(trainer, console)
     processes.close()
+    if not finished:
+        raise typer.Exit(130)
+
+
+@contextmanager
+def _alone_in(out: Path) -> Iterator[None]:
+    """
+    Raises:
+        UsageError: another process trains into that folder.
+    """
+    from hspec.locks import alone
+
+    with alone(out / "run") as free:
+        if not free:
+            raise UsageError(f"another process trains in {out}: wait for it, or choose another --out")
+        yield
+
+
+def _check_alone(out: Path) -> None:
+    """At once, and not when everything is prepared; what cannot be trained leaves no folder behind.
+
+    Raises:
+        UsageError: another process trains into that folder.
+    """
+    if (out / "run.lock").exists():
+        with _alone_in(out):
+            pass
 
 
 def _settings(out: Path, resume: bool, given: dict[str, Any], feature_server: list[str] | None) -> Any:

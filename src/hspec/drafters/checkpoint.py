@@ -26,6 +26,7 @@ from hspec.drafters.formats.speculators import described_config, read_speculator
 from hspec.drafters.host import DrafterHost
 from hspec.drafters.upgrade import upgrade_config, upgrade_weights
 from hspec.errors import HSpecError, UsageError
+from hspec.files import beside
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "drafter.safetensors"
@@ -44,8 +45,8 @@ def save_drafter(
     Raises:
         HSpecError: the disk does not take it; what was there before stays.
     """
-    folder = folder.absolute()  # "." has no name to derive another from
-    temporary = folder.with_name(folder.name + ".partial")
+    folder = folder.absolute()
+    temporary = beside(folder)
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)

@@ -18,7 +18,7 @@ from hspec.drafters.formats.envelope import is_speculators, refuse, same_rows
 from hspec.drafters.formats.files import check_free
 from hspec.drafters.formats.speculators import write_authors, write_speculators
 from hspec.errors import HSpecError, UsageError
-from hspec.files import reason
+from hspec.files import beside, reason
 from hspec.targets.cache import KVView
 from hspec.targets.target import Target
 
@@ -95,8 +95,8 @@ def convert(source: Path, out: Path, layout: str, target: Target, mask_token_id:
         "speculators": lambda place: write_speculators(drafter, target, place, mask_token_id),
         "authors": lambda place: write_authors(drafter, target, place, mask_token_id),
     }
-    out = out.absolute()  # "." has no name to derive another from
-    temporary = out.with_name(out.name + ".partial")
+    out = out.absolute()
+    temporary = beside(out)
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         writers[layout](temporary)

@@ -27,6 +27,7 @@ from hspec.evaluation.origin import origins
 from hspec.evaluation.records import Record, RecordFile, TurnRecord, whole_groups
 from hspec.evaluation.tasks.task import Task, TaskPrompt, as_openai, takes_tools
 from hspec.files import reason, write_text
+from hspec.locks import alone
 from hspec.targets.target import Target
 from hspec.targets.template import Message
 
@@ -101,6 +102,22 @@ def evaluate(
     names = [c.name for c in contenders]
     if len(set(names)) < len(names):
         raise UsageError(f"two contenders have one name ({', '.join(names)}): give each its own, as in --drafter NAME=FOLDER")
+    with alone(folder / RECORDS_FILE) as free:
+        if not free:
+            raise UsageError(f"another process writes answers to {folder}: wait for it, or choose another --out")
+        return _evaluate(target, contenders, tasks, settings, folder, on_answer, batch)
+
+
+def _evaluate(
+    target: Target,
+    contenders: Sequence[Contender],
+    tasks: Sequence[Task],
+    settings: Sequence[Setting],
+    folder: Path,
+    on_answer: Callable[[int, int, Record], None],
+    batch: int,
+) -> list[Record]:
+    names = [c.name for c in contenders]
     claim(folder, identity(target, contenders, settings, batch))
     file = RecordFile(folder / RECORDS_FILE)
     found = file.read()
@@ -108,6 +125,7 @@ def evaluate(
     if len(records) < len(found):
         file.rewrite(records)
     done = {(r.task, r.id, r.setting) for r in records}
+    _check_questions(records, tasks, folder)
     pending = [q for q in _interleaved(tasks, settings) if (q.task.name, q.prompt.id, q.setting.name) not in done]
     told, total = len(records), len(records) + len(pending) * len(contenders)
     clock = StepClock(target.device)
@@ -129,6 +147,19 @@ def evaluate(
     return records
 
 
+def _check_questions(records: Sequence[Record], tasks: Sequence[Task], folder: Path) -> None:
+    """
+    Raises:
+        UsageError: an answer is to another text than the prompt of that name has now.
+    """
+    prompts = {(task.name, prompt.id): prompt.turns[0] for task in tasks for prompt in task.prompts}
+    for record in records:
+        if record.turns and prompts.get((record.task, record.id), record.turns[0].question) != record.turns[0].question:
+            raise UsageError(
+                f"{folder} has an answer to another text than prompt {record.id!r} of {record.task} has now: choose another --out"
+            )
+
+
 def claim(folder: Path, own: dict[str, Any]) -> None:
     """Note in a folder what is evaluated there; more settings may come to those that there are.
 
@@ -140,7 +171,10 @@ def claim(folder: Path, own: dict[str, Any]) -> None:
         known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     except (OSError, ValueError) as error:
         raise HSpecError(f"cannot read {path}: {reason(error)}") from error
-    if known is not None:
+    if not isinstance(known, dict):
+        if (folder / RECORDS_FILE).exists():
+            raise UsageError(f"{folder} holds answers, and {path.name} does not say of what: choose another --out")
+    else:
         settings = {**known.get("settings", {}), **own["settings"]}
         for name, (before, now) in _differences({**known, "settings": settings}, {**own, "settings": settings}):
             raise UsageError(

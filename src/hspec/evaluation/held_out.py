@@ -19,7 +19,7 @@ from hspec.decoding.sequence import Counters
 from hspec.drafters.source import unwrapped
 from hspec.errors import HSpecError, UsageError
 from hspec.evaluation.statistics import Resampling
-from hspec.files import drop_cut_line, reason
+from hspec.files import append_line, reason, whole_lines
 from hspec.targets.target import Target
 from hspec.training.prompts import Prompt
 
@@ -107,8 +107,7 @@ def measure(
             records.append(record)
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(asdict(record)) + "\n")
+                append_line(path, json.dumps(asdict(record)))
             except OSError as error:
                 raise HSpecError(
                     f"cannot write {path}: {reason(error)}; what was measured is kept, run the same command again"
@@ -133,7 +132,7 @@ def drafter_hash(drafter: Drafter) -> str:
 
 
 def read_records(path: Path, of: str | None = None) -> list[Record]:
-    """What a file holds so far; a last line that an interruption cut short is dropped from it.
+    """What a file holds so far; a last line that an interruption cut short is left out.
 
     Raises:
         UsageError: it holds measurements of something else than ``of``, or something else altogether.
@@ -143,7 +142,7 @@ def read_records(path: Path, of: str | None = None) -> list[Record]:
     try:
         if path.exists() and not path.is_file():
             raise UsageError(f"{path} is no file: choose another --out")
-        lines = drop_cut_line(path).splitlines()
+        lines = whole_lines(path, begins='{"id"')
     except OSError as error:
         raise HSpecError(f"cannot read {path}: {reason(error)}") from error
     for number, line in enumerate(lines, 1):

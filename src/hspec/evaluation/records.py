@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from hspec.decoding.sequence import Counters
 from hspec.drafters.config import Strict
 from hspec.errors import HSpecError, UsageError
-from hspec.files import drop_cut_line, reason
+from hspec.files import append_line, beside, reason, whole_lines
 
 
 class TurnRecord(Strict):
@@ -93,14 +93,14 @@ class RecordFile:
         self.path = path
 
     def read(self) -> list[Record]:
-        """All records; a last line that was cut short is removed.
+        """All records; a last line that was cut short is left out.
 
         Raises:
             HSpecError: the file cannot be read.
             UsageError: a line is no record.
         """
         try:
-            lines = drop_cut_line(self.path).splitlines()
+            lines = whole_lines(self.path, begins='{"task"')
         except OSError as error:
             raise HSpecError(f"cannot read {self.path}: {reason(error)}") from error
         records = []
@@ -108,7 +108,10 @@ class RecordFile:
             try:
                 records.append(Record.model_validate_json(line))
             except ValidationError as error:
-                raise UsageError(f"{self.path}, line {number}: not an answer of an evaluation; choose another --out") from error
+                raise UsageError(
+                    f"{self.path}, line {number}: not an answer of an evaluation, or damaged: remove that line, and its prompt is answered "
+                    f"again; or choose another folder"
+                ) from error
         return records
 
     def append(self, record: Record) -> None:
@@ -117,8 +120,7 @@ class RecordFile:
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(record.model_dump_json() + "\n")
+            append_line(self.path, record.model_dump_json())
         except OSError as error:
             raise HSpecError(
                 f"cannot write {self.path}: {reason(error)}; what was measured is kept, the same command goes on from it"
@@ -126,7 +128,7 @@ class RecordFile:
 
     def rewrite(self, records: Iterable[Record]) -> None:
         """Replace the file's content, whole or not at all."""
-        temporary = self.path.with_name(self.path.name + ".partial")
+        temporary = beside(self.path)
         try:
             temporary.write_text("".join(r.model_dump_json() + "\n" for r in records), encoding="utf-8")
             temporary.replace(self.path)

@@ -74,6 +74,8 @@ def write_report(
         UsageError: no evaluation in the folder, an unknown id, or files that are not what they should be.
         HSpecError: something cannot be read or written.
     """
+    path = out or folder / REPORT_FILE
+    _check_free(path)
     summary = write_summary(folder)
     records = RecordFile(folder / RECORDS_FILE).read()
     unknown = set(ids) - {r.id for r in records}
@@ -88,9 +90,17 @@ def write_report(
         curves=[*training_curves(training), *cost_curves(costs)],
         answers=_answers(records, texts, ids),
     )
-    path = out or folder / REPORT_FILE
     write_text(path, page)
     return path
+
+
+def _check_free(path: Path) -> None:
+    """
+    Raises:
+        UsageError: a file that is no page, so that it would be lost.
+    """
+    if path.is_file() and not path.read_bytes()[:100].lstrip().lower().startswith(b"<!doctype html"):
+        raise UsageError(f"{path} is there already and is no report: choose another --out")
 
 
 def _setting(name: str, found: dict[str, Any]) -> dict[str, Any]:

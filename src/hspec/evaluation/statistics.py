@@ -134,7 +134,7 @@ class Resampling:
 
     def _generator(self, what: str, name: str) -> np.random.Generator:
         """Of its own for every task and every method, so that neither order nor company changes a draw."""
-        return np.random.default_rng([self.seed, zlib.crc32(f"{what}/{name}".encode())])
+        return np.random.default_rng([self.seed % 2**64, zlib.crc32(f"{what}/{name}".encode())])
 
 
 def _table(values: ArrayLike) -> Floats:

@@ -11,10 +11,10 @@ import json
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, NonNegativeFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveInt, ValidationError, field_validator, model_validator
 
 from hspec.drafters.config import Strict
 from hspec.drafters.methods import METHODS
@@ -25,6 +25,8 @@ from hspec.training.plan import run_flops
 from hspec.training.shape import explain
 
 STUDY_FILE = "study.yaml"
+TrainingSeed = Annotated[int, Field(ge=0, lt=2**40)]
+"""As a training takes it."""
 
 
 class Entry(Strict):
@@ -33,9 +35,17 @@ class Entry(Strict):
     method: str = "hspec"
     name: str = Field("", pattern=r"^[\w.,+-]*$")
     """By default the method's."""
-    seeds: tuple[int, ...] = Field((0,), min_length=1)
+    seeds: tuple[TrainingSeed, ...] = Field((0,), min_length=1)
     job: dict[str, Any] = Field(default_factory=dict)
     """Keys of the job that are other; sections may be given in part."""
+
+    @field_validator("job")
+    @classmethod
+    def _sections(cls, job: dict[str, Any]) -> dict[str, Any]:
+        for name in ("train", "drafter", "answers"):
+            if not isinstance(job.get(name, {}), dict):
+                raise ValueError(f"{name}: its keys are needed, not {job[name]!r}")
+        return job
 
     @model_validator(mode="after")
     def _known(self) -> Entry:

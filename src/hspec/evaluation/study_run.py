@@ -37,11 +37,12 @@ from hspec.locks import alone
 from hspec.targets.sources import load_target
 from hspec.targets.target import Target
 from hspec.training.build import new_drafter, training_target
-from hspec.training.checkpoints import holds_run
+from hspec.training.checkpoints import Checkpoints, holds_run
 from hspec.training.corpus import Corpus, Example
 from hspec.training.data import Data, Say, prepare_data
 from hspec.training.features import KeptFeatures, Needs
 from hspec.training.job import Job, shape
+from hspec.training.log import measured_at_end
 from hspec.training.trackers import LOG_FILE
 from hspec.training.trainer import Trainer
 
@@ -105,12 +106,9 @@ def _train_pending(
 
 
 def is_done(folder: Path) -> bool:
-    """Whether a training has come to its end; told by its log."""
-    try:
-        last = json.loads((folder / LOG_FILE).read_text(encoding="utf-8").splitlines()[-1])
-        return last["step"] == last["steps"] and last["kind"] == "held-out"
-    except (OSError, ValueError, IndexError, KeyError):
-        return False
+    """Whether a training has come to its end: its last weights were measured, and are saved."""
+    steps = measured_at_end(folder)
+    return steps is not None and Checkpoints(folder).steps()[-1:] == [steps]
 
 
 def _check_shapes(study: Study) -> None:

@@ -20,7 +20,7 @@ from hspec.errors import HSpecError, UsageError
 from hspec.evaluation import plots
 from hspec.evaluation.page import render
 from hspec.evaluation.setup import machine
-from hspec.files import drop_cut_line, reason, write_text
+from hspec.files import append_line, reason, whole_lines, write_text
 from hspec.serving.load import Load, LoadResult
 from hspec.serving.versions import installed
 
@@ -161,8 +161,7 @@ def _read_settings(out: Path) -> dict[str, Any]:
 
 def _append(path: Path, run: Run) -> None:
     try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(run)) + "\n")
+        append_line(path, json.dumps(asdict(run)))
     except OSError as error:
         raise HSpecError(f"cannot write {path}: {reason(error)}; free some space, and the same command goes on") from error
 
@@ -174,7 +173,7 @@ def read_runs(out: Path) -> list[Run]:
     """
     path = out / RUNS_FILE
     found = []
-    for number, line in enumerate(drop_cut_line(path).decode("utf-8").splitlines(), 1):
+    for number, line in enumerate(whole_lines(path, begins='{"round"'), 1):
         try:
             record = json.loads(line)
             found.append(Run(**{**record, "result": LoadResult(**record["result"])}))

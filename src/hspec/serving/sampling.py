@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any, Literal
 
-from hspec.decoding.params import SamplingParams
+from hspec.decoding.params import LEAST, SamplingParams
 
 GREEDY = 1e-5
 """Below this temperature vLLM takes the likeliest token."""
@@ -26,8 +26,8 @@ def draft_params(params: Any) -> SamplingParams:
     return SamplingParams(
         temperature=0.0 if greedy else params.temperature,
         top_k=max(params.top_k, 0),
-        top_p=params.top_p,
-        repetition_penalty=params.repetition_penalty,
+        top_p=max(params.top_p, LEAST),
+        repetition_penalty=min(max(params.repetition_penalty, LEAST), 1 / LEAST),
         seed=random.getrandbits(62) if params.seed is None else params.seed,
         draft=draft,
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from hspec.errors import HSpecError, UsageError
-from hspec.files import drop_cut_line, reason, write_text
+from hspec.files import append_line, reason, whole_lines, write_text
 from hspec.locks import alone
 from hspec.targets.target import Target
 from hspec.targets.template import ChatTemplate
@@ -114,13 +114,11 @@ def write_answers(
             _note(path.with_suffix(".json"), answerer.template.hash, settings)
             done = answered_ids(path)
             todo = [p for p in prompts if p.id not in done]
-            with path.open("a", encoding="utf-8") as file:
-                for record in answerer(todo, settings):
-                    file.write(json.dumps(record) + "\n")
-                    file.flush()
-                    answers, tokens = answers + 1, tokens + len(record["tokens"])
-                    if on_answer is not None:
-                        on_answer(answers, tokens)
+            for record in answerer(todo, settings):
+                append_line(path, json.dumps(record))
+                answers, tokens = answers + 1, tokens + len(record["tokens"])
+                if on_answer is not None:
+                    on_answer(answers, tokens)
     except OSError as error:
         raise HSpecError(
             f"cannot write answers to {path}: {reason(error)}. What was written is kept; free some space and go on"
@@ -149,14 +147,15 @@ def _note(path: Path, template_hash: str, settings: AnswerSettings) -> None:
 
 
 def answered_ids(path: Path) -> set[str]:
-    """Ids of the answers a file holds; a last line that an interruption cut short is dropped from the file.
+    """Ids of the answers a file holds; a last line that an interruption cut short is left out.
 
     Raises:
+        UsageError: it is the file of something else.
         HSpecError: the file cannot be read, or another line is damaged.
     """
     ids: set[str] = set()
     try:
-        lines = drop_cut_line(path).splitlines()
+        lines = whole_lines(path, begins="{")
     except OSError as error:
         raise HSpecError(f"cannot read the answers in {path}: {reason(error)}") from error
     for number, line in enumerate(lines, 1):

@@ -28,6 +28,16 @@ def cut_log(folder: Path, step: int) -> None:
         write_text(path, "".join(line + "\n" for line in kept))
 
 
+def measured_at_end(folder: Path) -> int | None:
+    """The number of steps of a run whose averaged weights were measured behind the last one, by its log; None if they were not, or nothing
+    is known."""
+    try:
+        last = json.loads((folder / LOG_FILE).read_text(encoding="utf-8").splitlines()[-1])
+        return int(last["steps"]) if last["kind"] == "held-out" and last["step"] == last["steps"] else None
+    except (OSError, ValueError, IndexError, KeyError, TypeError):
+        return None
+
+
 def _step(line: str) -> int:
     """Of a record; a line that is none belongs to no run that can be resumed, and stays."""
     try:

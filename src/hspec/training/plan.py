@@ -154,6 +154,8 @@ def check_run(folder: Path, resume: bool) -> None:
         check_resumable(folder)
     elif holds_run(folder):
         raise UsageError(f"{folder} already holds a run: go on with --resume, or choose another --out")
+    elif not (folder / RUN_FILE).exists() and [*folder.glob("config.json"), *folder.glob("*.safetensors")]:
+        raise UsageError(f"{folder} holds a model, which the run would overwrite: choose another --out")
 
 
 def _existing(path: Path) -> Path:

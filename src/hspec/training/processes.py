@@ -52,11 +52,15 @@ class Processes:
             UsageError: several processes are to share one GPU, or there are none of that kind.
             HSpecError: the others cannot be reached.
         """
+        try:
+            kind = torch.device(device)
+        except RuntimeError as error:
+            raise UsageError(f"--device {device} is none: cpu, cuda or cuda:1, say") from error
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            return Processes(torch.device(device))
+            return Processes(kind)
         from accelerate import PartialState  # only here: importing it takes a second
 
-        if torch.device(device).index is not None:
+        if kind.index is not None:
             raise UsageError(f"--device {device}: of several processes each takes the GPU of its rank; give --device cuda")
         try:
             state = PartialState(cpu=device == "cpu", timeout=PATIENCE)
@@ -64,7 +68,7 @@ class Processes:
             raise HSpecError(
                 f"the processes of this run do not find each other ({_first_line(error)}): check the launcher's address and port"
             ) from error
-        if state.device.type != torch.device(device).type:
+        if state.device.type != kind.type:
             raise UsageError(f"--device {device}: the processes that were launched have {state.device.type}")
         return Processes(state.device, state.process_index, state.num_processes, state.local_process_index)
 

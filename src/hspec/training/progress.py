@@ -33,8 +33,8 @@ def until_interrupted(on_first: Callable[[], None] = lambda: None) -> Iterator[C
             signal.signal(kind, handler)
 
 
-def run_with_progress(trainer: Trainer, console: Console) -> None:
-    """Run to the end, or until any of its processes is asked to stop; either way the state is saved."""
+def run_with_progress(trainer: Trainer, console: Console) -> bool:
+    """Run to the end, or until any of its processes is asked to stop; either way the state is saved. False if it was stopped."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -50,8 +50,10 @@ def run_with_progress(trainer: Trainer, console: Console) -> None:
             progress.console.print(_line(record))
 
         trainer.run(report, stop)
-    how = "done," if trainer.step == trainer.config.steps else "stopped at"
+    finished = trainer.step == trainer.config.steps
+    how = "done," if finished else "stopped at"
     console.print(f"{how} step {trainer.step} of {trainer.config.steps}; the drafter is in {trainer.folder}")
+    return finished
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -28,7 +28,7 @@ from hspec.training.divergence import Tally, diverged
 from hspec.training.examples import Batch, Example, ExampleStream
 from hspec.training.features import FeatureSource, KeptFeatures
 from hspec.training.learner import Learner
-from hspec.training.log import cut_log
+from hspec.training.log import cut_log, measured_at_end
 from hspec.training.loss import BlockLoss, LossSums
 from hspec.training.processes import Processes
 from hspec.training.shares import documents_of, share_of
@@ -209,6 +209,9 @@ class Trainer:
         if self._streams is not None:
             self._streams.asked_to_stop = stop
         going = True
+        at_end = self.step == self.config.steps  # resumed there: only what was logged may be missing
+        if at_end and self.validation is not None and self.processes.gather(measured_at_end(self.folder))[0] != self.step:
+            report(self.validate())
         while going and self.step < self.config.steps:
             began, spent = time.monotonic(), time.process_time()
             self.meter.add(*self.train_step())

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hspec.errors import HSpecError, UsageError
-from hspec.files import reason
+from hspec.files import beside, reason
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -77,9 +77,9 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
         UsageError: ``folder`` is there and holds something.
         HSpecError: the disk does not take it; nothing is left of it.
     """
-    folder = folder.absolute()  # "." has no name to derive another from
+    folder = folder.absolute()
     check_free(folder)
-    temporary = folder.with_name(folder.name + ".writing")
+    temporary = beside(folder)
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
