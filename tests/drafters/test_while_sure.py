@@ -167,6 +167,12 @@ def test_chances_that_are_none_are_refused(chance: str) -> None:
         split(f"mine+sure{chance}")
 
 
+@pytest.mark.parametrize("wrong", ["ngram+ngram", "ngram+sure0.3"])
+def test_nothing_is_put_around_lookup_alone(wrong: str) -> None:
+    with pytest.raises(UsageError, match=r"ngram is no trained drafter: give it alone, or a drafter's folder with \+ngram"):
+        split(wrong)
+
+
 @pytest.mark.parametrize("twice", ["a+ngram+ngram", "a+sure0.2+sure0.3", "a+sure0.2+ngram+sure0.2"])
 def test_an_ending_twice_is_refused(twice: str) -> None:
     with pytest.raises(UsageError, match="stands there 2 times, leave it there once"):

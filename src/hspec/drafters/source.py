@@ -9,6 +9,7 @@ from pathlib import Path
 from hspec.drafters.drafter import Drafter
 from hspec.drafters.lookup_first import LONGEST_COPY, LookupFirst, usual_lookup
 from hspec.drafters.lookup_first import SUFFIX as LOOKUP
+from hspec.drafters.ngram import NAME as NGRAM
 from hspec.drafters.while_sure import SUFFIX as SURE
 from hspec.drafters.while_sure import WhileSure
 from hspec.errors import UsageError
@@ -51,12 +52,16 @@ def split(source: str | Path | None) -> tuple[str | Path | None, Around]:
     one that ships), and what is put around it. A folder that is called so is a folder.
 
     Raises:
-        UsageError: an ending twice, or a chance that is none.
+        UsageError: an ending twice, a chance that is none, or lookup alone with something around it.
     """
     name, endings = "" if source is None else str(source), list[str]()
     while (found := _ENDING.search(name)) and not Path(name).expanduser().exists():
         endings.append(found[0])
         name = name.removesuffix(found[0])
+    if endings and name == NGRAM:
+        raise UsageError(
+            f"--drafter {source}: {NGRAM} is no trained drafter: give it alone, or a drafter's folder with {LOOKUP}"
+        )
     chances = [ending.removeprefix(SURE) for ending in endings if ending != LOOKUP]
     for ending, count in ((SURE, len(chances)), (LOOKUP, len(endings) - len(chances))):
         if count > 1:

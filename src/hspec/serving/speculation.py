@@ -33,10 +33,10 @@ NGRAM_LENGTHS = (2, 4)
 PLUGIN = "plugin:"
 """Before a drafter's folder: the plugin serves it, also where vLLM would."""
 
-NATIVE = ("dflash", "dflash2", "eagle3", "peagle")
+NATIVE = ("dflash", "eagle3", "peagle")
 """Methods that vLLM runs itself, from the speculators layout."""
 
-NATIVE_ON_GPU = ("dspark",)
+NATIVE_ON_GPU = ("dspark", "dflash2")
 """And those that only its second model runner has, which needs a GPU."""
 
 
