@@ -248,7 +248,7 @@ def ahead_by(study: Mapping[str, Any], first: str, second: str) -> float:
 
 
 def _mean_and_range(values: Sequence[float]) -> str:
-    return f"{np.mean(values):.3f} ({min(values):.3f} .. {max(values):.3f})"
+    return f"{values[0]:.3f}" if len(values) == 1 else f"{np.mean(values):.3f} ({min(values):.3f} .. {max(values):.3f})"
 
 
 def first_seeds(study: Mapping[str, Any], labels: Sequence[str] = ()) -> str:
@@ -261,6 +261,17 @@ def first_seeds(study: Mapping[str, Any], labels: Sequence[str] = ()) -> str:
 def estimate(study: Mapping[str, Any], label: str, seed: int) -> float:
     """A training's estimated tau."""
     return next(r["tau"] for r in study["runs"] if (r["label"], r["seed"]) == (label, seed))
+
+
+def repeats(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> str:
+    """A row a training that both studies have: its estimated tau in each."""
+    taus = {(r["label"], r["seed"]): r["tau"] for r in later["runs"]}
+    rows = [
+        [r["label"], f"{r['tau']:.3f}", f"{taus[r['label'], r['seed']]:.3f}", f"{taus[r['label'], r['seed']] - r['tau']:+.3f}"]
+        for r in sorted(earlier["runs"], key=lambda r: -r["tau"])
+        if (r["label"], r["seed"]) in taus
+    ]
+    return table(["method", "earlier", "here", "difference"], rows)
 
 
 def drafting(found: Mapping[str, Any], k: int) -> dict[str, Any]:
@@ -379,6 +390,7 @@ def render() -> str:
         over_seeds,
         ahead_by,
         first_seeds,
+        repeats,
         estimate,
         drafting,
         transfer,

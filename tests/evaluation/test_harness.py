@@ -15,6 +15,7 @@ from hspec.errors import HSpecError, UsageError
 from hspec.evaluation.harness import AR, Contender, Setting, evaluate, identity, pieces
 from hspec.evaluation.origin import origins
 from hspec.evaluation.records import Record, RecordFile, whole_groups
+from hspec.evaluation.setup import write_summary
 from hspec.evaluation.summary import summarise
 from hspec.evaluation.tasks.task import Task, TaskPrompt
 from hspec.locks import alone
@@ -159,12 +160,18 @@ def test_one_process_at_a_time_writes_answers(target: Target, contenders: list[C
 
 def test_answers_of_nobody_knows_what_are_not_taken_over(target: Target, contenders: list[Contender], tmp_path: Path) -> None:
     evaluate(target, contenders[:2], TASKS[1:], SETTINGS[:1], tmp_path)
-    for left in (None, "null\n", "[]\n"):
-        (tmp_path / "evaluation.json").unlink(missing_ok=True)
-        if left is not None:
-            (tmp_path / "evaluation.json").write_text(left)
-        with pytest.raises(UsageError, match=r"holds answers, and evaluation\.json does not say of what: choose another --out"):
-            evaluate(target, contenders[:2], TASKS[1:], SETTINGS[:1], tmp_path)
+    whole = json.loads((tmp_path / "evaluation.json").read_text())
+    for left in (None, [], {}, {**whole, "contenders": None}, {**whole, "settings": []}, {**whole, "target": {}}):
+        (tmp_path / "evaluation.json").write_text(json.dumps(left))
+        for act in (
+            lambda: evaluate(target, contenders[:2], TASKS[1:], SETTINGS[:1], tmp_path),
+            lambda: write_summary(tmp_path),
+        ):
+            with pytest.raises(HSpecError, match=r"evaluation\.json is not what an evaluation notes there: .*choose another"):
+                act()
+    (tmp_path / "evaluation.json").unlink()
+    with pytest.raises(UsageError, match=r"holds answers, and no evaluation\.json says of what: choose another --out"):
+        evaluate(target, contenders[:2], TASKS[1:], SETTINGS[:1], tmp_path)
 
 
 def test_answers_to_a_text_that_was_changed_are_not_taken_over(

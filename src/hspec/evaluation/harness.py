@@ -166,14 +166,10 @@ def claim(folder: Path, own: dict[str, Any]) -> None:
     Raises:
         UsageError: it is of something else; the message names the first thing that differs.
     """
-    path = folder / IDENTITY_FILE
-    try:
-        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    except (OSError, ValueError) as error:
-        raise HSpecError(f"cannot read {path}: {reason(error)}") from error
-    if not isinstance(known, dict):
+    known = read_identity(folder)
+    if known is None:
         if (folder / RECORDS_FILE).exists():
-            raise UsageError(f"{folder} holds answers, and {path.name} does not say of what: choose another --out")
+            raise UsageError(f"{folder} holds answers, and no {IDENTITY_FILE} says of what: choose another --out")
     else:
         settings = {**known.get("settings", {}), **own["settings"]}
         for name, (before, now) in _differences({**known, "settings": settings}, {**own, "settings": settings}):
@@ -184,7 +180,33 @@ def claim(folder: Path, own: dict[str, Any]) -> None:
             if own["settings"].get(name, params) != params:
                 raise UsageError(f"{folder} holds answers of the setting {name!r} with other values: choose another --out")
         own = {**own, "settings": settings}
-    write_text(path, json.dumps(own, indent=2) + "\n")
+    write_text(folder / IDENTITY_FILE, json.dumps(own, indent=2) + "\n")
+
+
+def read_identity(folder: Path) -> dict[str, Any] | None:
+    """What :func:`claim` has noted in a folder; None where nothing is.
+
+    Raises:
+        HSpecError: it cannot be read, or is something else.
+    """
+    path = folder / IDENTITY_FILE
+    try:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise HSpecError(f"cannot read {path}: {reason(error)}") from error
+    parts = [found.get(part, {}) for part in ("target", "contenders", "settings")] if isinstance(found, dict) else []
+    if not (
+        parts
+        and all(isinstance(part, dict) for part in parts)
+        and {"contenders", "dtype"} <= found.keys()
+        and "name" in parts[0]
+    ):
+        raise HSpecError(
+            f"{path} is not what an evaluation notes there: it is damaged, or another program's; choose another folder"
+        )
+    return found
 
 
 def _differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:

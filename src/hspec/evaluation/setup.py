@@ -17,11 +17,11 @@ from hspec.decoding.engine import Drafter as AnyDrafter
 from hspec.decoding.params import SamplingParams
 from hspec.drafters.drafter import Drafter
 from hspec.drafters.source import unwrapped
-from hspec.errors import HSpecError, UsageError
-from hspec.evaluation.harness import AR, IDENTITY_FILE, RECORDS_FILE, Contender, Setting
+from hspec.errors import UsageError
+from hspec.evaluation.harness import AR, IDENTITY_FILE, RECORDS_FILE, Contender, Setting, read_identity
 from hspec.evaluation.records import RecordFile, whole_groups
 from hspec.evaluation.summary import summarise
-from hspec.files import reason, write_text
+from hspec.files import write_text
 from hspec.targets.target import Target
 
 SUMMARY_FILE = "summary.json"
@@ -106,15 +106,9 @@ def write_summary(
         UsageError: no evaluation in the folder, or nothing of what is asked for.
         HSpecError: it cannot be read or written.
     """
-    path = folder / IDENTITY_FILE
-    try:
-        about = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UsageError(
-            f"{folder} holds no evaluation: {IDENTITY_FILE} is not there; make one with 'hspec eval --out'"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise HSpecError(f"cannot read {path}: {reason(error)}") from error
+    about = read_identity(folder)
+    if about is None:
+        raise UsageError(f"{folder} holds no evaluation: {IDENTITY_FILE} is not there; make one with 'hspec eval --out'")
     found = whole_groups(RecordFile(folder / RECORDS_FILE).read(), list(about["contenders"]))
     records = [r for r in found if (tasks is None or r.task in tasks) and (settings is None or r.setting in settings)]
     if not records:
@@ -131,9 +125,10 @@ def write_summary(
 
 def _said_before(folder: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))["machine"]
-    except (OSError, ValueError, KeyError):  # none, or no whole one
+        said = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))["machine"]
+    except (OSError, ValueError, KeyError, TypeError):  # none, or no whole one
         return {}
+    return said if isinstance(said, dict) else {}
 
 
 def machine(device: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import numpy as np
 
 from hspec.api import load_drafter
 from hspec.decoding.params import SamplingParams
+from hspec.drafters.checkpoint import WEIGHTS_FILE
 from hspec.drafters.config import DrafterConfig
 from hspec.drafters.parameters import parameters_by_part
 from hspec.errors import HSpecError, UsageError
@@ -106,9 +107,9 @@ def _train_pending(
 
 
 def is_done(folder: Path) -> bool:
-    """Whether a training has come to its end: its last weights were measured, and are saved."""
-    steps = measured_at_end(folder)
-    return steps is not None and Checkpoints(folder).steps()[-1:] == [steps]
+    """Whether a training has come to its end: its last weights were measured, and are saved. Its states may have been removed since."""
+    steps, states = measured_at_end(folder), Checkpoints(folder).steps()
+    return steps is not None and (states[-1] == steps if states else (folder / WEIGHTS_FILE).exists())
 
 
 def _check_shapes(study: Study) -> None:
@@ -277,9 +278,9 @@ def _held_out(folder: Path, clock: str) -> list[dict[str, Any]]:
     path = folder / LOG_FILE
     try:
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return [record | {"spent": record[clock]} for record in records if record["kind"] == "held-out"]
-    except (OSError, ValueError, KeyError) as error:
-        raise HSpecError(f"cannot read {path}: {error!r}") from error
+        return [record | {"spent": float(record[clock])} for record in records if record["kind"] == "held-out"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise HSpecError(f"cannot read {path}: {error!r}: a line of it is damaged") from error
 
 
 def _at_time(records: Sequence[dict[str, Any]], seconds: float) -> float:
