@@ -20,6 +20,7 @@ from hspec.drafters.checkpoint import CONFIG_FILE, WEIGHTS_FILE, load_drafter, r
 from hspec.drafters.context import DraftContext
 from hspec.drafters.parallel import ParallelDrafter
 from hspec.errors import HSpecError, UsageError
+from hspec.files import beside
 from hspec.targets.target import Target
 from tests.tiny import tiny_drafter, tiny_target
 
@@ -136,8 +137,9 @@ def test_folder_that_cannot_be_made(drafter: ParallelDrafter, tmp_path: Path) ->
 
 
 def test_remains_of_an_earlier_failure_do_not_matter(drafter: ParallelDrafter, target: Target, tmp_path: Path) -> None:
-    (tmp_path / "drafter.partial").mkdir()
-    (tmp_path / "drafter.partial" / "rubbish").write_text("x")
+    remains = beside(tmp_path / "drafter")
+    remains.mkdir()
+    (remains / "rubbish").write_text("x")
     save_drafter(drafter, tmp_path / "drafter")
     load_drafter(tmp_path / "drafter", target)
     assert [p.name for p in tmp_path.iterdir()] == ["drafter"]

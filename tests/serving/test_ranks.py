@@ -135,6 +135,15 @@ def test_sampled_drafts_and_distributions_are_the_first_ranks(tmp_path: Path) ->
     check(on_ranks(3, lambda group: step_by(prompted, Ranks(group), True)), step_by(prompted, ALONE, True))
 
 
+def test_how_many_drafts_count_is_the_first_ranks_to_say() -> None:
+    """Chances that differ in the last bit may fall on two sides of what is asked for."""
+    firsts = {(2, 3): torch.tensor([[7, 8, 9], [4, 5, 6]]), (2,): torch.tensor([3, 1])}
+    group = SimpleNamespace(world_size=2, rank_in_group=1, broadcast=lambda own, src: firsts[tuple(own.shape)])
+    agreed = Ranks(group).agree(Draft(torch.zeros(2, 3, dtype=torch.int64), None, counts=(2, 0)))  # type: ignore[arg-type]
+    assert agreed.counts == (3, 1) and agreed.tokens.tolist() == [[7, 8, 9], [4, 5, 6]]
+    assert Ranks(group).agree(Draft(torch.zeros(2, 3, dtype=torch.int64), None)).counts is None  # type: ignore[arg-type]
+
+
 def test_ranks_would_disagree_by_themselves(tmp_path: Path) -> None:
     """So that the test above would see it."""
     prompted = saved(tmp_path, 3, "hspec")

@@ -4,7 +4,8 @@ Every draft costs a row of the target's forward, whether it stands or not. With 
 forward it is not (docs/serving.md), and there the confidence head says which drafts are worth theirs.
 
 It stays lossless, because how sure the drafter is of a slot follows from the tokens before it, not from the token that it then
-picks. (Leave out a draft for what it *is*, and the others of its slot are emitted too often: tests/drafters/test_while_sure.py.)
+picks. (Leave out a draft for what it *is*, and the others of its slot are emitted too often: tests/decoding/test_engine.py
+has a drafter that does.)
 """
 
 from __future__ import annotations

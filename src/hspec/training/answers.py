@@ -114,6 +114,7 @@ def write_answers(
             _note(path.with_suffix(".json"), answerer.template.hash, settings)
             done = answered_ids(path)
             todo = [p for p in prompts if p.id not in done]
+            path.touch()
             for record in answerer(todo, settings):
                 append_line(path, json.dumps(record))
                 answers, tokens = answers + 1, tokens + len(record["tokens"])
