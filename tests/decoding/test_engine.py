@@ -351,7 +351,7 @@ class Doubting(ReplayDrafter):
         draft = super().propose(context, k, choose)
         before = torch.cat((context.anchors, draft.tokens[:, :-1]), dim=1)
         doubtful = (draft.tokens if self.peeks else before) % 2 == 1
-        return replace(draft, chances=lambda: torch.where(doubtful, 0.4, 0.95).cumprod(1))
+        return replace(draft, chances=torch.where(doubtful, 0.4, 0.95).cumprod(1))
 
 
 def answers(

@@ -54,9 +54,9 @@ def test_chances_are_what_the_head_was_trained_to_say(target: Target, name: str)
     draft = drafter.propose(context, k)
     previous = torch.cat((anchors, draft.tokens[:, :-1]), dim=1)
     logits = drafter.confidence_logits(drafter.predict(context, previous[:, None]).hidden, previous)
-    assert draft.chances is not None and draft.chances().shape == (2, k)
-    torch.testing.assert_close(draft.chances(), logits.sigmoid().cumprod(1), atol=1e-5, rtol=1e-4)
-    assert float(draft.chances()[:, 0].std()) > 0
+    assert draft.chances is not None and draft.chances.shape == (2, k)
+    torch.testing.assert_close(draft.chances, logits.sigmoid().cumprod(1), atol=1e-5, rtol=1e-4)
+    assert float(draft.chances[:, 0].std()) > 0
 
 
 class Saying:
@@ -70,7 +70,7 @@ class Saying:
 
     def propose(self, context: DraftContext, k: int, choose: object) -> Draft:
         count = len(self.chances)
-        return Draft(torch.arange(50, 50 + k).repeat(count, 1), None, chances=lambda: self.chances[:, :k])
+        return Draft(torch.arange(50, 50 + k).repeat(count, 1), None, chances=self.chances[:, :k])
 
 
 @given(st.lists(st.lists(st.floats(0.05, 1.0), min_size=4, max_size=4), min_size=1, max_size=5), st.floats(0.01, 0.99))
@@ -101,7 +101,7 @@ def median_chance(target: Target, drafter: Drafter, asked: list[Request]) -> flo
         def propose(self, context: DraftContext, k: int, choose: object = None) -> Draft:
             draft = self.drafter.propose(context, k, choose)  # type: ignore[arg-type]
             assert draft.chances is not None
-            seen.append(draft.chances().flatten())
+            seen.append(draft.chances.flatten())
             return draft
 
     Engine(target, Watching(drafter, 0.5)).generate(asked)

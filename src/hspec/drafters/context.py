@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -74,9 +74,9 @@ class Draft:
     target's own draws: whatever they were chosen by, no distribution of theirs is asked for."""
     one_hot: tuple[bool, ...] | None = None
     """Whose drafts were not drawn from ``probabilities`` but are certain; None: nobody's, where there are probabilities."""
-    chances: Callable[[], Tensor] | None = None
+    chances: Tensor | None = None
     """How likely each draft is to stand, all before it included, by the drafter's confidence head, ``[B, k]`` (never rising along a
-    chain), computed for who asks; None without such a head. Each depends on the tokens before it alone, not on the one that was picked."""
+    chain); None without such a head. Each is known before its token is picked: it depends on the tokens before it alone."""
 
     @staticmethod
     def of_trees(trees: Sequence[DraftTree]) -> Draft:

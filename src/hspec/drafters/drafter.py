@@ -151,20 +151,16 @@ class Drafter(nn.Module, ABC):
     def _follow(self, walk: Walk, anchors: Tensor, k: int, choose: Chooser, hidden: Tensor | None = None) -> Draft:
         """Pick slot by slot: anchors ``[B]``; ``hidden`` ``[B, k, hidden]`` is what the confidence head looks at, if there is one."""
         previous = anchors
-        tokens, distributions = [], []
+        tokens, distributions, confident = [], [], []
         for slot in range(k):
+            if self.confidence is not None and hidden is not None:
+                confident.append(self.confidence_logits(hidden[:, slot], previous).float().sigmoid())
             draft_id, q = choose(slot + 1, walk(slot, previous))
             previous = self.draft_ids[draft_id]
             tokens.append(previous)
             distributions.append(q)
-        before = torch.stack([anchors, *tokens[:-1]], 1)
-
-        def chances() -> Tensor:
-            assert hidden is not None
-            return self.confidence_logits(hidden, before).float().sigmoid().cumprod(1)
-
         return Draft(
             torch.stack(tokens, 1),
             None if any(q is None for q in distributions) else torch.stack(distributions, 1),  # type: ignore[arg-type]
-            chances=None if self.confidence is None or hidden is None else chances,
+            chances=torch.stack(confident, 1).cumprod(1) if confident else None,
         )

@@ -49,7 +49,7 @@ class WhileSure:
         """Up to ``k`` tokens for each sequence, none where it doubts the first."""
         draft = self.drafter.propose(context, k, choose)
         assert draft.chances is not None
-        return replace(draft, counts=tuple((draft.chances() >= self.least).sum(1).tolist()))
+        return replace(draft, counts=tuple((draft.chances >= self.least).sum(1).tolist()))
 
 
 def no_confidence(method: str) -> str:
