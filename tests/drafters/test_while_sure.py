@@ -51,6 +51,8 @@ def test_chances_are_what_the_head_was_trained_to_say(target: Target, name: str)
     anchors = torch.tensor([[5], [9]])
     context = DraftContext(anchors, torch.full((2, 1), 20), output.taps[:, -1:], cache.view(), memory)
     k = drafter.max_draft
+    assert drafter.propose(context, k).chances is None  # nobody has asked
+    drafter.says_chances = True
     draft = drafter.propose(context, k)
     previous = torch.cat((anchors, draft.tokens[:, :-1]), dim=1)
     logits = drafter.confidence_logits(drafter.predict(context, previous[:, None]).hidden, previous)

@@ -174,6 +174,7 @@ def test_doubted_drafts_are_left_out(served):
     for row in (0, 2):
         served.step.params[row] = params(temperature=0.9)
     always = served.runner.draft(served.step)
+    served.drafter.says_chances = True
     chances = [embedded(served, row, draft_params(served.step.params[row])).chances[0].tolist() for row in (0, 2)]
     least = sorted(chance for own in chances for chance in own)[K]  # so that some stay and some go
     runner = StepDrafter(served.drafter, K, around=Around(least=least))

@@ -76,7 +76,8 @@ class Draft:
     """Whose drafts were not drawn from ``probabilities`` but are certain; None: nobody's, where there are probabilities."""
     chances: Tensor | None = None
     """How likely each draft is to stand, all before it included, by the drafter's confidence head, ``[B, k]`` (never rising along a
-    chain); None without such a head. Each is known before its token is picked: it depends on the tokens before it alone."""
+    chain); None without such a head, or if the drafter is not to say it. Each is known before its token is picked: it depends on the
+    tokens before it alone."""
 
     @staticmethod
     def of_trees(trees: Sequence[DraftTree]) -> Draft:

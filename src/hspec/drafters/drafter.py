@@ -54,6 +54,8 @@ class Drafter(nn.Module, ABC):
         self._head_linear: nn.Module | None = None
         self.causal: CausalHead | None = None
         self.confidence: ConfidenceHead | None = None
+        self.says_chances = False
+        """Whether drafts come with what the confidence head makes of them; nobody else should pay for it."""
 
     # -- what it is ----------------------------------------------------------------------------------------------
 
@@ -149,11 +151,11 @@ class Drafter(nn.Module, ABC):
         """Training's view of B x N blocks of k slots; ``previous`` is the true token before each slot, ``[B, N, k]``."""
 
     def _follow(self, walk: Walk, anchors: Tensor, k: int, choose: Chooser, hidden: Tensor | None = None) -> Draft:
-        """Pick slot by slot: anchors ``[B]``; ``hidden`` ``[B, k, hidden]`` is what the confidence head looks at, if there is one."""
+        """Pick slot by slot: anchors ``[B]``; ``hidden`` ``[B, k, hidden]`` is what the confidence head looks at, if it is asked."""
         previous = anchors
         tokens, distributions, confident = [], [], []
         for slot in range(k):
-            if self.confidence is not None and hidden is not None:
+            if self.says_chances and self.confidence is not None and hidden is not None:
                 confident.append(self.confidence_logits(hidden[:, slot], previous).float().sigmoid())
             draft_id, q = choose(slot + 1, walk(slot, previous))
             previous = self.draft_ids[draft_id]

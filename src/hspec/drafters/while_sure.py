@@ -37,6 +37,7 @@ class WhileSure:
     def __init__(self, drafter: Drafter, least: float):
         if drafter.confidence is None:
             raise UsageError(no_confidence(drafter.config.method))
+        drafter.says_chances = True
         self.drafter, self.least = drafter, least
         self.taps, self.draft_ids, self.memory_shape = drafter.taps, drafter.draft_ids, drafter.memory_shape
         self.max_draft, self.max_nodes = drafter.max_draft, drafter.max_nodes
