@@ -241,7 +241,7 @@ def trainings(study: Study, folder: Path, drafters: dict[Piece, Any], summary: d
         HSpecError: a log cannot be read.
     """
     clock = "core_seconds" if all(drafter.head.device.type == "cpu" for drafter in drafters.values()) else "seconds"
-    found = {piece: _held_out(piece.folder(folder), clock) for piece in study.pieces()}
+    found = {piece: validations(piece.folder(folder), clock) for piece in study.pieces()}
     shortest = min(own[-1]["spent"] for own in found.values())
     cycles = _cycles(summary)
     rows = {}
@@ -273,8 +273,12 @@ def _cycles(summary: dict[str, Any]) -> dict[str, float]:
     return {label: cycle for _, label, cycle in found}
 
 
-def _held_out(folder: Path, clock: str) -> list[dict[str, Any]]:
-    """The validations of a log, with the seconds ``spent`` until then by one of its clocks."""
+def validations(folder: Path, clock: str) -> list[dict[str, Any]]:
+    """Those of a log, with the seconds ``spent`` until then by one of its clocks.
+
+    Raises:
+        HSpecError: it cannot be read.
+    """
     path = folder / LOG_FILE
     try:
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
